@@ -1,0 +1,173 @@
+"""gRPC channel and server settings, TLS and keys: the same on every hop.
+
+Between processes of one cluster a shared token authenticates; at the router's public face
+API keys do. Tokens are compared in constant time and never logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos import common_pb2
+from protos.errors import KvorumError, to_status
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+"""Bounds a prompt of a million token ids, and the tokenizer bundle."""
+
+AUTH_KEY = "authorization"
+
+Credential = tuple[tuple[str, str], ...]
+
+
+def bearer(token: str | None) -> Credential:
+    """Call metadata that carries `token`; for hot streams, where an interceptor would cost every message."""
+    return ((AUTH_KEY, f"Bearer {token}"),) if token else ()
+
+
+# TCP_NODELAY is gRPC's default. Keepalive notices a peer that vanished without a FIN.
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.so_reuseport", 0),  # two servers must not share a port in silence
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+]
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """PEM files of a server; with `client_ca`, clients must present a certificate it signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """PEM files of a client; without `ca` the system's roots are trusted."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def open_channel(address: str, *, token: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel to host:port that sends `token` as a bearer token on every call."""
+    interceptors: list[grpc.aio.ClientInterceptor] = []
+    if token:
+        interceptors += [_SendTokenUnary(token), _SendTokenStream(token)]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=tls.ca.read_bytes() if tls.ca else None,
+        private_key=tls.key.read_bytes() if tls.key else None,
+        certificate_chain=tls.certificate.read_bytes() if tls.certificate else None,
+    )
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS, interceptors=interceptors)
+
+
+def create_server(*, tokens: Iterable[str] = (), max_concurrent_rpcs: int | None = None) -> grpc.aio.Server:
+    """A server that, when `tokens` are given, admits only calls that carry one of them.
+
+    Health and reflection stay open: load balancers probe without keys.
+    """
+    accepted = tuple(token.encode() for token in tokens)
+    interceptors: list[grpc.aio.ServerInterceptor] = [_CheckToken(accepted)] if accepted else []
+    return grpc.aio.server(
+        interceptors=interceptors,
+        options=_OPTIONS + _SERVER_OPTIONS,
+        maximum_concurrent_rpcs=max_concurrent_rpcs,
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:
+    """Bind and return the port; port 0 picks a free one.
+
+    Raises:
+        OSError: the port is taken or the address is not this host's.
+    """
+    address = f"{host}:{port}"
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            credentials = grpc.ssl_server_credentials(
+                [(tls.key.read_bytes(), tls.certificate.read_bytes())],
+                root_certificates=tls.client_ca.read_bytes() if tls.client_ca else None,
+                require_client_auth=tls.client_ca is not None,
+            )
+            bound = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    if bound == 0:
+        raise OSError(f"cannot listen on {address}: the port is in use or the address is not this host's")
+    return bound
+
+
+class _SendTokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = (AUTH_KEY, f"Bearer {token}")
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_header(details, self._header), request)
+
+
+class _SendTokenStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = (AUTH_KEY, f"Bearer {token}")
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_header(details, self._header), request)
+
+
+def _with_header(details: Any, header: tuple[str, str]) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    metadata.add(*header)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
+
+
+class _CheckToken(grpc.aio.ServerInterceptor):
+    _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+
+    def __init__(self, accepted: tuple[bytes, ...]) -> None:
+        self._accepted = accepted
+        self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if details.method.startswith(self._OPEN):
+            return await continuation(details)
+        for key, value in details.invocation_metadata:
+            if key == AUTH_KEY and self._known(value):
+                return await continuation(details)
+        return self._refusal
+
+    def _known(self, value: str | bytes) -> bool:
+        text = value if isinstance(value, str) else value.decode("utf-8", "replace")
+        scheme, _, token = text.partition(" ")
+        matches = [hmac.compare_digest(token.encode(), accepted) for accepted in self._accepted]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    error = KvorumError(
+        grpc.StatusCode.UNAUTHENTICATED,
+        common_pb2.UNAUTHENTICATED,
+        "missing or unknown key: send the metadata 'authorization: Bearer KEY'",
+    )
+    await context.abort_with_status(to_status(error))
