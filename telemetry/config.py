@@ -1,0 +1,62 @@
+"""Settings of tracing, validated once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TelemetryConfig(BaseModel):
+    """How spans are sampled, queued and kept.
+
+    Where they are sent is said by the standard OTEL_* environment variables; without them
+    they go to a small store on this host, which `kvorum trace` reads.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(
+        True, description="record spans; off, the caller's trace context is still passed on"
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of new traces recorded; a request that brings a trace keeps its decision",
+    )
+    export_delay_ms: int = Field(
+        500,
+        ge=1,
+        le=60_000,
+        description="longest wait of a finished span before export; a killed process loses these",
+    )
+    max_queued_spans: int = Field(
+        8192, ge=1, description="spans waiting for one exporter; more are dropped and counted"
+    )
+    max_batch_spans: int = Field(512, ge=1, description="spans in one export")
+    max_attribute_chars: int = Field(4096, ge=64, description="longer attribute values are cut")
+    record_prompts: bool = Field(False, description="put prompts and generated text on spans")
+    store: Literal["auto", "on", "off"] = Field(
+        "auto", description="local span store; auto: unless OTEL_* variables name a collector or 'none'"
+    )
+    store_path: Path | None = Field(
+        None, description="file of the local span store; in the user's state folder by default"
+    )
+    store_max_spans: int = Field(200_000, ge=1, description="oldest spans beyond this many are deleted")
+    store_max_age_s: float = Field(
+        7 * 86_400, gt=0, description="spans older than this many seconds are deleted"
+    )
+    store_max_mib: int = Field(
+        256, ge=1, description="oldest spans are deleted when the store grows beyond this many MiB"
+    )
+
+    @model_validator(mode="after")
+    def _batch_fits_queue(self) -> TelemetryConfig:
+        if self.max_batch_spans > self.max_queued_spans:
+            raise ValueError(
+                f"max_batch_spans ({self.max_batch_spans}) must not exceed"
+                f" max_queued_spans ({self.max_queued_spans})"
+            )
+        return self

@@ -1,0 +1,82 @@
+"""Log records of one process on stderr, with the trace they belong to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Literal
+
+from opentelemetry import trace
+
+from telemetry.text import printable
+
+LogFormat = Literal["text", "json"]
+
+
+def configure_logging(service: str, level: int | str = "INFO", format: LogFormat = "text") -> None:
+    """Send this process's log records to stderr. Calling it again replaces the earlier settings.
+
+    Args:
+        service: which role is speaking, such as "kvorum.router".
+        level: least severe level shown.
+        format: one readable line, or one JSON object, per record. Both name the trace and span
+            the record was made in, if any.
+
+    Raises:
+        ValueError: the level is unknown.
+    """
+    handler = _Handler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(service) if format == "json" else _TextFormatter(service))
+    root = logging.getLogger()
+    root.setLevel(level.upper() if isinstance(level, str) else level)
+    for old in [old for old in root.handlers if isinstance(old, _Handler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """A class of its own, so that ours can be told from others' handlers."""
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+        lines = [printable(line) for line in record.getMessage().splitlines() or [""]]
+        trace_id, _ = _current_ids()
+        suffix = f" trace={trace_id}" if trace_id else ""
+        head = f"{moment}.{int(record.msecs):03d} {record.levelname:<7} {self._service}"
+        text = f"{head} {record.name}: " + "\n    ".join(lines) + suffix
+        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        trace_id, span_id = _current_ids()
+        if trace_id:
+            entry |= {"trace_id": trace_id, "span_id": span_id}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _current_ids() -> tuple[str, str]:
+    context = trace.get_current_span().get_span_context()
+    return (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else ("", "")

@@ -1,0 +1,173 @@
+"""Tracing of one process: its provider, where finished spans go, and how to end it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+from telemetry.config import TelemetryConfig
+from telemetry.otlp import (
+    OtlpSpanExporter,
+    OtlpTarget,
+    sdk_is_disabled,
+    target_from_environment,
+    traces_are_off,
+)
+from telemetry.pipe import PipeCounts, ReportingExporter, SpanPipe
+from telemetry.record import SERVICE_INSTANCE, SERVICE_NAME
+from telemetry.store import SpanStore, StoreSpanExporter, default_store_path
+
+logger = logging.getLogger(__name__)
+
+SCOPE = "kvorum"
+EXIT_FLUSH_S = 2.0
+
+STORE = "store"
+OTLP = "otlp"
+
+
+class Telemetry:
+    """The tracing of this process. Hold it and pass it on: nothing looks it up globally."""
+
+    def __init__(
+        self, config: TelemetryConfig, provider: TracerProvider | None, pipes: Mapping[str, SpanPipe]
+    ) -> None:
+        self.config = config
+        self.provider = provider
+        self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
+        self._pipes = dict(pipes)
+        if self._pipes:
+            atexit.register(self.shutdown)
+
+    def counts(self) -> dict[str, PipeCounts]:
+        """Spans exported, dropped and pending, by destination ("store", "otlp")."""
+        return {name: pipe.counts for name, pipe in self._pipes.items()}
+
+    def flush(self, timeout_s: float) -> bool:
+        """Export what has ended so far; False when that takes longer than `timeout_s`.
+
+        Blocks: from a coroutine call it with asyncio.to_thread.
+        """
+        deadline = time.monotonic() + timeout_s
+        # All of them are asked before any is waited for, so they work side by side.
+        for pipe in self._pipes.values():
+            pipe.flush(0)
+        results = [pipe.flush(max(deadline - time.monotonic(), 0)) for pipe in self._pipes.values()]
+        return all(results)
+
+    def shutdown(self, timeout_s: float = EXIT_FLUSH_S) -> None:
+        """Flush for at most `timeout_s`, then stop; spans that end later are dropped. Idempotent.
+
+        Runs at exit by itself, but not on SIGTERM: a server's drain has to call it. Blocks.
+        """
+        atexit.unregister(self.shutdown)
+        self.flush(timeout_s)
+        for pipe in self._pipes.values():
+            pipe.shutdown(0)
+
+
+def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry:
+    """Start tracing in this process.
+
+    Args:
+        service: service.name, such as "kvorum.router".
+        instance: service.instance.id, such as a replica's name; unique within the service.
+        config: what to record and keep.
+
+    The provider is ours alone: another library that has set or will set the global one (vLLM,
+    Ray) does not change what is recorded through the returned tracer. Ours becomes the global
+    one when there is none. Trouble with a destination is logged, never raised.
+    """
+    if not config.enabled or sdk_is_disabled(os.environ):
+        return Telemetry(config, None, {})
+    provider = TracerProvider(
+        # None: the SDK reads OTEL_TRACES_SAMPLER itself.
+        sampler=None
+        if os.environ.get("OTEL_TRACES_SAMPLER")
+        else ParentBased(TraceIdRatioBased(config.sample_ratio)),
+        resource=_resource(service, instance),
+        shutdown_on_exit=False,
+        id_generator=_OsRandomIds(),
+        span_limits=SpanLimits(max_attribute_length=config.max_attribute_chars),
+    )
+    pipes: dict[str, SpanPipe] = {}
+    target = target_from_environment(os.environ)
+    if target is not None and (otlp := _otlp_exporter(target)) is not None:
+        pipes[OTLP] = _pipe(otlp, str(target), config)
+    if config.store == "on" or (config.store == "auto" and not pipes and not traces_are_off(os.environ)):
+        store = open_store(config)
+        pipes[STORE] = _pipe(StoreSpanExporter(store), str(store.path), config)
+    for pipe in pipes.values():
+        provider.add_span_processor(pipe)
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        trace.set_tracer_provider(provider)
+    return Telemetry(config, provider, pipes)
+
+
+def open_store(config: TelemetryConfig) -> SpanStore:
+    """The local store of this configuration; the file is touched at the first use."""
+    return SpanStore(
+        config.store_path or default_store_path(),
+        max_spans=config.store_max_spans,
+        max_age_s=config.store_max_age_s,
+        max_bytes=config.store_max_mib * 1024 * 1024,
+    )
+
+
+class _OsRandomIds(IdGenerator):
+    """Ids from the operating system.
+
+    The SDK's generator uses Python's global one, which engines seed and forks copy: two replicas
+    would then give their spans the same ids.
+    """
+
+    _bits = random.SystemRandom().getrandbits
+
+    def generate_span_id(self) -> int:
+        return self._bits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return self._bits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
+def _resource(service: str, instance: str) -> Resource:
+    own: dict[str, str | int] = {
+        SERVICE_NAME: service,
+        SERVICE_INSTANCE: instance,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+    }
+    # One variable is inherited by processes of several roles, so the role given here wins.
+    return Resource.create(own)
+
+
+def _otlp_exporter(target: OtlpTarget) -> OtlpSpanExporter | None:
+    try:
+        return OtlpSpanExporter(target.protocol)
+    except Exception as error:  # the library has no common error for malformed OTEL_* values
+        logger.warning("cannot send spans to %s, check OTEL_EXPORTER_OTLP_*: %s", target, error)
+        return None
+
+
+def _pipe(exporter: ReportingExporter, target: str, config: TelemetryConfig) -> SpanPipe:
+    return SpanPipe(
+        exporter,
+        target=target,
+        max_queue=config.max_queued_spans,
+        max_batch=config.max_batch_spans,
+        delay_s=config.export_delay_ms / 1e3,
+    )

@@ -1,0 +1,74 @@
+"""Log lines that can be found by their trace."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from telemetry import spans
+from telemetry.logs import configure_logging
+
+tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def test_a_json_record_within_a_span_names_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("kvorum.router", "info", "json")
+    with spans.recording(tracer, "request") as span:
+        logging.getLogger("router.server").warning("slow %s", 'a"b\nc')
+    logging.getLogger("router.server").info("outside")
+    inside, outside = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert inside["trace_id"] == spans.trace_id_hex(span)
+    assert len(inside["span_id"]) == 16
+    assert inside["message"] == 'slow a"b\nc'
+    assert (inside["service"], inside["logger"], inside["level"]) == (
+        "kvorum.router",
+        "router.server",
+        "WARNING",
+    )
+    assert "trace_id" not in outside
+
+
+def test_a_text_record_is_one_line_and_cannot_forge_another(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("kvorum.router")
+    with spans.recording(tracer, "request") as span:
+        logging.getLogger("x").info("user \x1b[2J said\n12:00:00.000 ERROR kvorum.router forged")
+    lines = capsys.readouterr().err.splitlines()
+    assert "INFO    kvorum.router x: user \\x1b[2J said" in lines[0]
+    assert lines[1].startswith("    12:00:00.000 ERROR"), "continuation lines are indented"
+    assert lines[1].endswith(f"trace={spans.trace_id_hex(span)}")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_an_exception_is_logged_with_its_traceback(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("kvorum.router", "INFO", format)  # type: ignore[arg-type]
+    try:
+        raise ValueError("deep down")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    assert "ValueError: deep down" in capsys.readouterr().err
+
+
+def test_configuring_again_replaces_the_earlier_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("first")
+    configure_logging("second", "ERROR", "text")
+    logging.getLogger("x").warning("hidden")
+    logging.getLogger("x").error("once")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "second x: once" in lines[0]
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="LOUD"):
+        configure_logging("x", "loud")
