@@ -1,0 +1,58 @@
+"""vLLM's own parser judges engine arguments before anything is placed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from workers.checkpoint import PreparedModel, prepare
+from workers.config import EngineConfig
+from workers.engine_args import EngineArgsError, build, check
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def prepared() -> PreparedModel:
+    return prepare("smollm2")
+
+
+def _check(prepared: PreparedModel, **settings: Any) -> None:
+    check(EngineConfig(**settings), prepared)
+
+
+def test_the_defaults_are_accepted_and_leave_no_environment_behind(prepared: PreparedModel) -> None:
+    before = dict(os.environ)
+    _check(prepared)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"engine_args": {"kv_cache_dtyp": "fp8"}}, "did you mean kv_cache_dtype"),
+        ({"engine_args": {"tensor_parallel_size": 2}}, "set engine.tensor_parallel_size instead"),
+        ({"engine_args": {"gpu_memory_utilization": 7.0}}, "gpu_memory_utilization"),
+        ({"engine_args": {"block_size": "many"}}, "block_size"),
+        ({"max_model_len": 1_000_000}, "max_model_len"),
+        ({"dtype": "float12"}, "dtype"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused_on_one_line(
+    prepared: PreparedModel, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(EngineArgsError, match=says) as refused:
+        _check(prepared, **settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_any_further_engine_argument_passes_through(prepared: PreparedModel) -> None:
+    args = build(EngineConfig(engine_args={"block_size": 64, "seed": 5}), prepared)
+    assert (args.block_size, args.seed) == (64, 5)
+
+
+def test_steps_on_cpu_are_short_enough_for_a_cancel(prepared: PreparedModel) -> None:
+    assert build(EngineConfig(), prepared).max_num_batched_tokens == 512
+    assert build(EngineConfig(max_num_batched_tokens=64), prepared).max_num_batched_tokens == 64

@@ -1,0 +1,47 @@
+"""Settings of one replica's engine, validated once."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineConfig(BaseModel):
+    """What every replica runs. Sizes are tokens unless named otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        "smollm2", description="a name from `kvorum model list`, a checkpoint folder or a hub id"
+    )
+    served_name: str | None = Field(None, description="name clients ask for; the model's own name by default")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what the shards run on")
+    tensor_parallel_size: int = Field(1, ge=1, description="shards that split each layer")
+    pipeline_parallel_size: int = Field(1, ge=1, description="stages that split the layers")
+    cores_per_shard: int | None = Field(
+        None, ge=1, description="CPU cores each shard is pinned to; shared out by default"
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, description="longest prompt plus output; the model's own by default"
+    )
+    kv_cache_gib: float = Field(
+        1.0, gt=0, description="KV cache of one shard in GiB (CPU; on CUDA vLLM sizes it)"
+    )
+    dtype: str = Field("auto", description="weights and activations")
+    max_num_seqs: int = Field(32, ge=1, description="sequences batched in one engine step")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=16,
+        description="tokens computed in one engine step; 512 on CPU, so that a cancel frees blocks in 1 s",
+    )
+    compile: bool = Field(
+        False, description="torch.compile: 15-20 %% faster, about 40 s more to start on CPU"
+    )
+    lora_modules: dict[str, str] = Field(default_factory=dict, description="adapter name=folder")
+    collective: Literal["auto", "nccl", "shm", "gloo"] = Field("auto", description="what carries AllReduce")
+    drain_grace_s: float = Field(30.0, ge=0, description="how long a draining replica lets requests finish")
+    start_timeout_s: float = Field(600.0, gt=0, description="a replica that is not ready by then has failed")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="any further vLLM engine argument, by its Python name"
+    )

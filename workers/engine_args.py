@@ -1,0 +1,142 @@
+"""From our settings to vLLM's, checked by vLLM before anything is placed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from rapidfuzz import process
+
+from workers.config import EngineConfig
+from workers.placement import CONFIG_KEY, ReplicaPlacement
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from workers.checkpoint import PreparedModel
+
+CPU_STEP_TOKENS = 512
+"""Default tokens per engine step on CPU. A cancel takes effect between steps, so a step must be
+well under a second; at about 1 ms a token this is half of one."""
+
+_OURS = {
+    "model": "engine.model",
+    "tokenizer": "engine.model",
+    "served_model_name": "engine.served_name",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "pipeline_parallel_size": "engine.pipeline_parallel_size",
+    "max_model_len": "engine.max_model_len",
+    "dtype": "engine.dtype",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "enforce_eager": "engine.compile",
+    "distributed_executor_backend": "nothing: shards are always Ray actors",
+    "data_parallel_size": "replicas",
+    "additional_config": "nothing: Kvorum uses it",
+}
+
+
+class EngineArgsError(ValueError):
+    """vLLM would refuse these engine arguments; the message is one line."""
+
+
+def resolve_device(wanted: str) -> Literal["cpu", "cuda"]:
+    """The device shards run on; `auto` asks vLLM which build this is."""
+    if wanted in ("cpu", "cuda"):
+        return "cuda" if wanted == "cuda" else "cpu"
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    return "cuda" if current_platform.is_cuda() else "cpu"
+
+
+def build(
+    config: EngineConfig, prepared: PreparedModel, placement: ReplicaPlacement | None = None
+) -> AsyncEngineArgs:
+    """vLLM's arguments for one replica; without a placement they are only good for checking.
+
+    Raises:
+        EngineArgsError: an unknown argument, or one that has a Kvorum setting of its own.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the shard pins itself
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+
+    from workers.executor import RayShardExecutor  # noqa: PLC0415
+
+    _refuse_unknown(config.engine_args, {field.name for field in fields(AsyncEngineArgs)})
+    device = placement.device if placement else resolve_device(config.device)
+    values: dict[str, Any] = {
+        "model": str(prepared.path),
+        "served_model_name": config.served_name or prepared.name,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "max_model_len": config.max_model_len,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "distributed_executor_backend": RayShardExecutor,
+        "enable_prefix_caching": True,
+        "enable_log_requests": False,
+        "disable_log_stats": True,  # our own stat logger is used instead
+    }
+    if device == "cpu":
+        values["enforce_eager"] = not config.compile
+        values["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        values["max_num_batched_tokens"] = config.max_num_batched_tokens or max(
+            CPU_STEP_TOKENS, config.max_num_seqs
+        )
+    if config.lora_modules:
+        values["enable_lora"] = True
+        values["max_loras"] = len(config.lora_modules)
+    if placement is not None:
+        values["additional_config"] = {CONFIG_KEY: placement.to_config()}
+    return AsyncEngineArgs(**(values | config.engine_args))
+
+
+def check(config: EngineConfig, prepared: PreparedModel) -> None:
+    """Let vLLM validate everything it can without a device.
+
+    Raises:
+        EngineArgsError: with vLLM's own reason, on one line.
+    """
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    with _unchanged_environment():
+        try:
+            build(config, prepared).create_engine_config()
+        except EngineArgsError:
+            raise
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            message = first["msg"].removeprefix("Value error, ")
+            raise EngineArgsError(_one_line(f"{where}: {message}" if where else message)) from error
+        except (ValueError, TypeError, NotImplementedError, AssertionError, OSError, KeyError) as error:
+            raise EngineArgsError(_one_line(str(error) or type(error).__name__)) from error
+
+
+def _refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
+    for name in given:
+        if name in _OURS:
+            raise EngineArgsError(f"engine_args.{name}: set {_OURS[name]} instead")
+        if name not in known:
+            near = process.extractOne(name, known)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise EngineArgsError(f"engine_args.{name}: vLLM has no such engine argument{hint}")
+
+
+@contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    """vLLM's config objects write environment variables; a check must leave none behind."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]

@@ -1,0 +1,155 @@
+"""The replica's gRPC face: Generate, WatchReplica, Drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from vllm.outputs import RequestOutput
+
+from protos import common_pb2, replica_pb2, replica_pb2_grpc
+from protos.errors import KvorumError, invalid, to_status
+from workers.engine import Engine
+from workers.observe import GenerateObserver
+from workers.translate import fill_prompt_logprobs, to_response
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+_LOAD_INTERVAL_S = 0.1
+
+
+class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
+    """Serves one engine. Knows every running request, so that draining can wait for them."""
+
+    def __init__(
+        self, engine: Engine, snapshot: replica_pb2.ReplicaSnapshot, epoch: str, observer: GenerateObserver
+    ) -> None:
+        self._engine = engine
+        self._snapshot = snapshot
+        self._epoch = epoch
+        self._observer = observer
+        self._running: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    async def Generate(  # noqa: N802
+        self, request: replica_pb2.ReplicaGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[common_pb2.GenerateResponse]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        self._idle.clear()
+        scope = self._observer.start(request, context.invocation_metadata() or ())
+        try:
+            self._refuse_bad(request)
+            stream = _Stream(request)
+            async for output in self._engine.generate(request):
+                response = stream.respond(output)
+                scope.step(response, output)
+                yield response
+            scope.finish(None)
+        except KvorumError as error:
+            scope.finish(error)
+            await context.abort_with_status(to_status(error))
+        except BaseException as error:
+            # A cancelled call ends here too; the engine has already been told to abort.
+            scope.finish(error)
+            raise
+        finally:
+            self._running.discard(task)
+            if not self._running:
+                self._idle.set()
+
+    def _refuse_bad(self, request: replica_pb2.ReplicaGenerateRequest) -> None:
+        if self.draining:
+            raise KvorumError(
+                grpc.StatusCode.UNAVAILABLE,
+                common_pb2.REPLICA_DRAINING,
+                "this replica is draining",
+                retry_after_s=1.0,
+            )
+        if not request.prompt_token_ids:
+            raise invalid("prompt_token_ids", "must not be empty", common_pb2.PROMPT_EMPTY)
+        vocab = self._snapshot.model.vocab_size
+        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab:
+            raise invalid("prompt_token_ids", f"must be in [0, {vocab})")
+
+    async def WatchReplica(  # noqa: N802
+        self, request: replica_pb2.WatchReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[replica_pb2.ReplicaUpdate]:
+        seq = 1
+        seen, draining = self._engine.load.changes, self.draining
+        yield self._update(seq, self._snapshot)
+        loop = asyncio.get_running_loop()
+        last_sent = loop.time()
+        while True:
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+            changed = self._engine.load.changes != seen or self.draining != draining
+            if not changed and loop.time() - last_sent < HEARTBEAT_S:
+                continue
+            seen, draining = self._engine.load.changes, self.draining
+            seq += 1
+            last_sent = loop.time()
+            yield self._update(seq, None)
+
+    async def Drain(  # noqa: N802
+        self, request: replica_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> replica_pb2.DrainResponse:
+        return replica_pb2.DrainResponse(aborted=await self.drain(request.grace_s))
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new requests and wait for the running ones; returns how many were cut off."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            cut = list(self._running)
+            for task in cut:
+                task.cancel()
+            await asyncio.wait(cut, timeout=2.0)
+            return len(cut)
+        return 0
+
+    def _update(self, seq: int, snapshot: replica_pb2.ReplicaSnapshot | None) -> replica_pb2.ReplicaUpdate:
+        return replica_pb2.ReplicaUpdate(
+            epoch=self._epoch,
+            seq=seq,
+            snapshot=snapshot,
+            load=self._engine.load.snapshot(),
+            draining=self.draining,
+        )
+
+
+class _Stream:
+    """Adds to one request's messages what only the first and the last carry."""
+
+    def __init__(self, request: replica_pb2.ReplicaGenerateRequest) -> None:
+        self._request = request
+        self._first = True
+        self._generated = 0
+        self._cached = 0
+
+    def respond(self, output: RequestOutput) -> common_pb2.GenerateResponse:
+        response = to_response(output)
+        self._generated += sum(len(choice.token_ids) for choice in response.choices)
+        if self._first:
+            self._cached = output.num_cached_tokens or 0
+            if output.prompt_logprobs is not None:
+                fill_prompt_logprobs(response, self._request.prompt_token_ids, output.prompt_logprobs)
+        if self._first or output.finished:
+            response.usage.prompt_tokens = len(self._request.prompt_token_ids)
+            response.usage.cached_tokens = max(self._cached, output.num_cached_tokens or 0)
+            response.usage.completion_tokens = self._generated
+        if output.finished and (times := output.metrics) is not None:
+            response.times.queue = max(0.0, times.scheduled_ts - times.queued_ts)
+            response.times.prefill = max(0.0, times.first_token_ts - times.scheduled_ts)
+            response.times.decode = max(0.0, times.last_token_ts - times.first_token_ts)
+        self._first = False
+        return response

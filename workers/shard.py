@@ -1,0 +1,100 @@
+"""One tensor-parallel rank: a vLLM worker inside a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
+
+from workers.placement import Collective, ShardInfo
+from workers.queues import sleep_instead_of_spinning
+
+
+class Shard(RayWorkerProc):
+    """The actor of one rank. Its main call, `run`, lasts as long as the shard.
+
+    The `health` concurrency group answers while `run` is busy. On CPU every thread of the process
+    is pinned to the shard's cores: unpinned ranks whose threads spin on each other's cores run a
+    hundred times slower.
+    """
+
+    def __init__(self, *, cores: tuple[int, ...], collective: Collective, spin: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._cores = pin(cores)
+        self._collective = collective
+        self._spin = spin
+        self._step_started = 0.0
+        self._steps = threading.Lock()
+
+    def place(self) -> tuple[str, str, list[int]]:
+        """(node id, node ip, physical GPU ids) as Ray placed this actor."""
+        context = ray.get_runtime_context()
+        gpus = [int(g) for g in context.get_accelerator_ids().get("GPU", [])]
+        return context.get_node_id(), ray.util.get_node_ip_address(), gpus
+
+    def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
+        """Load this rank's weights; returns when the shard can run steps."""
+        if self._collective == "gloo":
+            _keep_off_shared_memory()
+        super().initialize_worker(*args, **kwargs)
+        pin(self._cores, absolute=True)  # threads that the load started
+
+    def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
+        super()._init_message_queues(input_shm_handle, vllm_config)
+        if not self._spin:
+            sleep_instead_of_spinning(self.rpc_broadcast_mq)
+
+    @ray.method(concurrency_group="health")
+    def describe(self) -> ShardInfo:
+        """Where this shard sits; answered while a step runs."""
+        node_id, node_ip, gpus = self.place()
+        return ShardInfo(
+            rank=self._init_kwargs["rank"],
+            pid=os.getpid(),
+            node_id=node_id,
+            node_ip=node_ip,
+            cores=self._cores,
+            gpus=tuple(gpus),
+            collective=self._collective,
+            busy=self._step_started > 0,
+        )
+
+    def _execute_worker_rpc(self, rpc_request: Any) -> None:
+        self._step_started = time.monotonic()
+        try:
+            super()._execute_worker_rpc(rpc_request)
+        finally:
+            self._step_started = 0.0
+
+
+def pin(cores: tuple[int, ...], *, absolute: bool = False) -> tuple[int, ...]:
+    """Pin every thread of this process; returns the OS CPU numbers.
+
+    `cores` are indices into the CPUs this process may use, or CPU numbers when `absolute`.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    wanted = cores if absolute else tuple(allowed[index % len(allowed)] for index in cores)
+    if not wanted:
+        return ()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), wanted)
+        except ProcessLookupError:  # that thread has just ended
+            continue
+    return wanted
+
+
+def _keep_off_shared_memory() -> None:
+    """Make vLLM's CPU communicator use torch.distributed (gloo).
+
+    It decides by comparing shared-memory group names that lack the host's name, so ranks on
+    different hosts agree on a segment they do not share, and deadlock.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # noqa: PLC0415
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
