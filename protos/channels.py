@@ -112,9 +112,12 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = 
             )
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    if bound == 0:
-        raise OSError(f"cannot listen on {address}: the port is in use or the address is not this host's")
+        raise OSError(
+            f"cannot listen on {address}: the port is in use, the address is not this host's, "
+            f"or the TLS files do not fit ({error})"
+            if tls
+            else f"cannot listen on {address}: the port is in use or the address is not this host's"
+        ) from error
     return bound
 
 

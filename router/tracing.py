@@ -1,0 +1,144 @@
+"""The router's spans, made from outside through the hooks of `router.observe`.
+
+kvorum.router.request            below the caller's span, or a root
+├─ kvorum.router.tokenize
+├─ kvorum.router.route
+└─ kvorum.router.forward         one per attempt; its context goes to the replica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.util.types import AttributeValue
+
+from protos import common_pb2
+from router.observe import AttemptScope, Metadata, Outcome, RequestFacts, RequestScope
+from router.picker import Candidate
+from telemetry import spans
+
+_MOST_CANDIDATES = 32
+"""On a span; a router of hundreds of replicas does not list them all."""
+
+
+class TracingObserver:
+    """Makes spans with `tracer`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def request(self, facts: RequestFacts, metadata: Metadata) -> RequestScope:
+        """Start the request's span below the context that the call's metadata carries."""
+        return _RequestSpans(self._tracer, facts, spans.extract(metadata))
+
+
+class _RequestSpans:
+    def __init__(self, tracer: Tracer, facts: RequestFacts, caller: Context) -> None:
+        self._tracer = tracer
+        attributes: dict[str, AttributeValue] = {
+            spans.GEN_AI_OPERATION_NAME: facts.operation,
+            spans.REQUEST_ID: facts.request_id,
+            spans.GEN_AI_REQUEST_CHOICE_COUNT: facts.sequences,
+        }
+        if facts.model:
+            attributes[spans.GEN_AI_REQUEST_MODEL] = facts.model
+        if facts.max_tokens is not None:
+            attributes[spans.GEN_AI_REQUEST_MAX_TOKENS] = facts.max_tokens
+        if facts.temperature is not None:
+            attributes[spans.GEN_AI_REQUEST_TEMPERATURE] = facts.temperature
+        self._span = spans.start(
+            tracer, spans.ROUTER_REQUEST, caller, kind=SpanKind.SERVER, attributes=attributes
+        )
+        self._context = spans.below(self._span, caller)
+
+    @property
+    def trace_id(self) -> str:
+        return spans.trace_id_hex(self._span)
+
+    def tokenized(self, model: str, prompt_tokens: int, started_ns: int) -> None:
+        self._span.set_attribute(spans.GEN_AI_RESPONSE_MODEL, model)
+        span = spans.start(
+            self._tracer,
+            spans.ROUTER_TOKENIZE,
+            self._context,
+            attributes={spans.GEN_AI_USAGE_INPUT_TOKENS: prompt_tokens},
+            start_ns=started_ns,
+        )
+        spans.finish(span)
+
+    def routed(
+        self, candidates: Sequence[Candidate], chosen: Candidate | None, why: str, started_ns: int
+    ) -> None:
+        span = spans.start(self._tracer, spans.ROUTER_ROUTE, self._context, start_ns=started_ns)
+        if span.is_recording():
+            span.set_attribute(spans.POLICY, why)
+            span.set_attribute(spans.CANDIDATES, [_line(c) for c in candidates[:_MOST_CANDIDATES]])
+            if chosen is not None:
+                span.set_attributes({spans.REPLICA: chosen.replica, spans.EPOCH: chosen.epoch})
+        spans.finish(span, None if chosen else common_pb2.Reason.Name(common_pb2.NO_REPLICA_READY))
+
+    def attempt(self, candidate: Candidate, number: int) -> AttemptScope:
+        span = spans.start(
+            self._tracer,
+            spans.ROUTER_FORWARD,
+            self._context,
+            kind=SpanKind.CLIENT,
+            attributes={
+                spans.REPLICA: candidate.replica,
+                spans.EPOCH: candidate.epoch,
+                spans.ATTEMPT: number,
+            },
+        )
+        return _AttemptSpan(span, self._context)
+
+    def finished(self, outcome: Outcome) -> None:
+        _end(self._span, outcome)
+
+
+class _AttemptSpan:
+    def __init__(self, span: Span, request: Context) -> None:
+        self._span = span
+        self.metadata: Sequence[tuple[str, str]] = spans.inject(spans.below(span, request))
+
+    def first_token(self) -> None:
+        self._span.add_event(spans.FIRST_TOKEN)
+
+    def finished(self, outcome: Outcome) -> None:
+        _end(self._span, outcome)
+
+
+def _end(span: Span, outcome: Outcome) -> None:
+    """What happened, and the error where one ended it."""
+    span.set_attributes(
+        {
+            spans.OUTCOME: _outcome(outcome),
+            spans.GEN_AI_USAGE_INPUT_TOKENS: outcome.prompt_tokens,
+            spans.GEN_AI_USAGE_OUTPUT_TOKENS: outcome.generated_tokens,
+            spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: outcome.cached_tokens,
+        }
+    )
+    if outcome.first_token_s is not None:
+        span.set_attribute(spans.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, outcome.first_token_s)
+    if outcome.error is not None:
+        spans.finish(span, common_pb2.Reason.Name(outcome.error.reason), outcome.error.message)
+    elif outcome.cancelled:
+        spans.finish(span, "cancelled", "the client went away")
+    else:
+        spans.finish(span)
+
+
+def _outcome(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return "error"
+    return "cancelled" if outcome.cancelled else "ok"
+
+
+def _line(candidate: Candidate) -> str:
+    """One candidate as a reader of the trace wants it."""
+    suspect = " suspect" if candidate.suspect else ""
+    return (
+        f"{candidate.key} reported={candidate.reported} leased={candidate.leased} "
+        f"kv={candidate.kv_usage:.2f}{suspect}"
+    )

@@ -1,0 +1,225 @@
+"""Every check that a request can fail before a replica sees it. Pure.
+
+The ranges are vLLM's own (`vllm/sampling_params.py` 0.32, `SamplingParams._verify_args` and
+`_validate_*`), so that what passes here passes there, plus bounds on sizes. Grammars, regular
+expressions and JSON schemas are compiled in the replica, which alone has the compiler.
+
+Each check raises KvorumError with INVALID_ARGUMENT and the path of the field in the proto.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from protos import common_pb2, inference_pb2
+from protos.errors import KvorumError, invalid
+
+MAX_STOP_STRINGS = 64
+MAX_STRING_CHARS = 1024
+"""Of a stop string, a bad word, a choice's option or a cache salt."""
+MAX_LIST_ITEMS = 1024
+"""Of stop token ids, bad words and choices."""
+MAX_REQUEST_ID_CHARS = 128
+MAX_SCHEMA_CHARS = 256 * 1024
+MAX_JSON_NESTING = 64
+"""vLLM's MAX_STRUCTURED_OUTPUT_JSON_NESTING."""
+
+_GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
+_ENGINE_MAX_TEMPERATURE = 2.0
+
+
+def prompt(token_ids: Sequence[int], model: common_pb2.ModelInfo, field: str) -> None:
+    """A prompt has tokens, all of the vocabulary, and leaves room for one more in the context."""
+    if not token_ids:
+        raise invalid(field, "the prompt has no token", common_pb2.PROMPT_EMPTY)
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= model.vocab_size:
+        outside = low if low < 0 else high
+        raise invalid(field, f"token id {outside} is not in the vocabulary (0 to {model.vocab_size - 1})")
+    if len(token_ids) >= model.max_model_len:
+        raise invalid(
+            field,
+            f"the prompt has {len(token_ids)} tokens, the context of '{model.name}' is {model.max_model_len} "
+            f"and one must be left to generate: at most {model.max_model_len - 1}",
+            common_pb2.PROMPT_TOO_LONG,
+        )
+
+
+def sampling(
+    params: common_pb2.SamplingParams, model: common_pb2.ModelInfo, *, prompt_tokens: int, max_n: int
+) -> None:
+    """All of SamplingParams. `prompt_tokens` is the prompt's length, `max_n` this router's limit on n."""
+    _numbers(params, max_n)
+    _lengths(params, model.max_model_len - prompt_tokens)
+    _logprobs(params, model)
+    _strings("sampling.stop", params.stop, MAX_STOP_STRINGS)
+    _strings("sampling.bad_words", params.bad_words, MAX_LIST_ITEMS)
+    _token_ids("sampling.stop_token_ids", params.stop_token_ids, model, MAX_LIST_ITEMS)
+    _token_ids("sampling.allowed_token_ids", params.allowed_token_ids, model, model.vocab_size)
+    _token_ids("sampling.logit_bias", params.logit_bias, model, MAX_LIST_ITEMS)
+    for token, bias in params.logit_bias.items():
+        if not math.isfinite(bias):
+            raise invalid("sampling.logit_bias", f"the bias of token {token} must be finite, got {bias}")
+    if params.HasField("structured"):
+        structured(params.structured)
+
+
+def room(params: common_pb2.SamplingParams, model: common_pb2.ModelInfo, prompt_tokens: int) -> int:
+    """Most tokens one sequence may generate: max_tokens, or what is left of the context."""
+    left = model.max_model_len - prompt_tokens
+    return params.max_tokens if params.HasField("max_tokens") else left
+
+
+def sequences(params: common_pb2.SamplingParams) -> int:
+    """How many sequences are asked for."""
+    return params.n if params.HasField("n") else 1
+
+
+def options(requested: inference_pb2.RequestOptions, model: common_pb2.ModelInfo) -> None:
+    """Request id, cache salt and LoRA name.
+
+    Raises:
+        KvorumError: INVALID_ARGUMENT, or NOT_FOUND for an adapter that `model` does not have.
+    """
+    request_id = requested.request_id
+    if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isprintable() and request_id.isascii()):
+        raise invalid(
+            "options.request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable ASCII characters"
+        )
+    if len(requested.cache_salt) > MAX_STRING_CHARS:
+        raise invalid("options.cache_salt", f"must have at most {MAX_STRING_CHARS} characters")
+    if requested.lora and requested.lora not in model.lora_adapters:
+        there = ", ".join(sorted(model.lora_adapters)) or "none"
+        message = f"model '{model.name}' has no LoRA adapter '{requested.lora}'; there is: {there}"
+        raise KvorumError(grpc.StatusCode.NOT_FOUND, common_pb2.LORA_NOT_FOUND, message)
+
+
+def structured(output: common_pb2.StructuredOutput) -> None:
+    """The constraint is there, not empty, and (a schema) a JSON document."""
+    kind = output.WhichOneof("constraint")
+    field = f"sampling.structured.{kind}"
+    if kind is None:
+        raise invalid("sampling.structured", "set one of json_schema, regex, choice, grammar, json_object")
+    if kind == "json_schema":
+        _json_schema(field, output.json_schema)
+    elif kind == "choice":
+        options_ = output.choice.option
+        if not options_:
+            raise invalid(field, "must have at least one option")
+        _strings(field, options_, MAX_LIST_ITEMS)
+    elif kind == "json_object":
+        if not output.json_object:
+            raise invalid(field, "must be true when set; leave structured out for free text")
+    elif kind == "regex":
+        if "\x00" in output.regex:
+            raise invalid(field, "must not contain a NUL character")
+        _short(field, output.regex)
+    else:
+        if not output.grammar.strip():
+            raise invalid(field, "must not be empty")
+        _short(field, output.grammar)
+
+
+def _numbers(params: common_pb2.SamplingParams, max_n: int) -> None:
+    _within(params, "temperature", 0.0, _ENGINE_MAX_TEMPERATURE)
+    _within(params, "min_p", 0.0, 1.0)
+    _within(params, "presence_penalty", -2.0, 2.0)
+    _within(params, "frequency_penalty", -2.0, 2.0)
+    if params.HasField("top_p") and not 0.0 < params.top_p <= 1.0:
+        raise invalid("sampling.top_p", f"must be in (0, 1], got {params.top_p:g}")
+    if params.HasField("top_k") and params.top_k < -1:
+        raise invalid("sampling.top_k", f"must be at least 1, or 0 or -1 for off, got {params.top_k}")
+    penalty = params.repetition_penalty
+    if params.HasField("repetition_penalty") and not (0.0 < penalty < math.inf):
+        raise invalid("sampling.repetition_penalty", f"must be finite and above 0, got {penalty:g}")
+    if params.HasField("n") and not 1 <= params.n <= max_n:
+        raise invalid("sampling.n", f"must be in [1, {max_n}], got {params.n}")
+    greedy = params.HasField("temperature") and params.temperature < _GREEDY_BELOW
+    if greedy and sequences(params) > 1:
+        raise invalid(
+            "sampling.n",
+            f"must be 1 at temperature {params.temperature:g}: {params.n} greedy sequences would be equal",
+        )
+
+
+def _within(params: common_pb2.SamplingParams, name: str, low: float, high: float) -> None:
+    value = getattr(params, name)  # 0 when absent, which every range here holds
+    if not low <= value <= high:  # NaN is within nothing
+        raise invalid(f"sampling.{name}", f"must be in [{low:g}, {high:g}], got {value:g}")
+
+
+def _lengths(params: common_pb2.SamplingParams, left: int) -> None:
+    if params.HasField("max_tokens"):
+        if params.max_tokens < 1:
+            raise invalid("sampling.max_tokens", f"must be at least 1, got {params.max_tokens}")
+        if params.max_tokens > left:
+            raise invalid(
+                "sampling.max_tokens",
+                f"is {params.max_tokens}, but the prompt leaves room for {left} in the context",
+            )
+    most = params.max_tokens if params.HasField("max_tokens") else left
+    if not 0 <= params.min_tokens <= most:
+        raise invalid("sampling.min_tokens", f"must be in [0, {most}] (max_tokens), got {params.min_tokens}")
+
+
+def _logprobs(params: common_pb2.SamplingParams, model: common_pb2.ModelInfo) -> None:
+    most = model.vocab_size if model.max_logprobs == -1 else model.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        wanted = model.vocab_size if asked == -1 else asked
+        if asked < -1 or wanted > most:
+            raise invalid(f"sampling.{name}", f"must be in [0, {most}], or -1 for all, got {asked}")
+
+
+def _strings(field: str, values: Sequence[str], most: int) -> None:
+    if len(values) > most:
+        raise invalid(field, f"has {len(values)} entries, at most {most} are allowed")
+    for i, value in enumerate(values):
+        if not value:
+            raise invalid(f"{field}[{i}]", "must not be empty")
+        if len(value) > MAX_STRING_CHARS:
+            raise invalid(f"{field}[{i}]", f"has {len(value)} characters, at most {MAX_STRING_CHARS}")
+
+
+def _token_ids(field: str, ids: Iterable[int], model: common_pb2.ModelInfo, most: int) -> None:
+    listed = list(ids)
+    if len(listed) > most:
+        raise invalid(field, f"has {len(listed)} entries, at most {most} are allowed")
+    for token in listed:
+        if not 0 <= token < model.vocab_size:
+            raise invalid(field, f"token id {token} is not in the vocabulary (0 to {model.vocab_size - 1})")
+
+
+def _short(field: str, text: str) -> None:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise invalid(field, f"has {len(text)} characters, at most {MAX_SCHEMA_CHARS}")
+
+
+def _json_schema(field: str, text: str) -> None:
+    _short(field, text)
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise invalid(field, f"is not JSON: {error}") from None
+    except RecursionError:
+        raise invalid(field, f"nests deeper than {MAX_JSON_NESTING} levels") from None
+    if not isinstance(schema, dict):
+        raise invalid(field, f"must be a JSON object, got {type(schema).__name__}")
+    if _nests_deeper(schema, MAX_JSON_NESTING):
+        raise invalid(field, f"nests deeper than {MAX_JSON_NESTING} levels")
+
+
+def _nests_deeper(document: Any, most: int) -> bool:
+    """Whether objects and arrays nest more than `most` levels; breadth first, so without recursion."""
+    level = [document]
+    for _ in range(most):
+        children = (n.values() if isinstance(n, dict) else n for n in level)
+        level = [child for group in children for child in group if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True

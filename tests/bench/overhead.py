@@ -1,0 +1,135 @@
+"""What the stack costs: `make bench NAME=overhead`.
+
+1. The same rounds through client, router, replica and shard actor, and straight into bare AsyncLLM,
+   in alternation in one run. Both engines use one core (the same) and the same settings.
+2. The bare gRPC hop: the router in front of a fake replica, against the fake replica itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+
+from router.client import KvorumClient
+from tests.bench import router_hop
+from tests.bench.clusters import running
+from tests.bench.report import ROOT, report
+from tests.bench.workload import Result, Round, run
+from workers.checkpoint import prepare
+
+SETTLE_S = 1.5
+"""Bare vLLM's processes spin for a second after their last step; that must not fall into our turn."""
+
+
+class BareEngine:
+    """Bare AsyncLLM in its own process."""
+
+    def __init__(self, model: str) -> None:
+        command = [sys.executable, "-m", "tests.bench.bare_engine_main", model]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        while (line := self._read()).strip() != "ready":
+            if not line:
+                raise RuntimeError("bare vLLM did not start")
+
+    def run(self, plan: Round) -> Result:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(plan)) + "\n")
+        self._process.stdin.flush()
+        while not (line := self._read()).startswith("{"):
+            if not line:
+                raise RuntimeError("bare vLLM ended")
+        return Result(**json.loads(line))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+async def through_cluster(addresses: Sequence[str], plan: Round) -> Result:
+    """One round as a gRPC client."""
+    async with KvorumClient(*addresses) as client:
+
+        async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+            async for message in client.generate(prompt, temperature=0, max_tokens=output_tokens, ignore_eos=True):
+                yield sum(len(choice.token_ids) for choice in message.choices)
+
+        return await run(stream, plan)
+
+
+def compare(rounds: int) -> tuple[dict[str, list[Result]], dict[str, list[Result]]]:
+    """Throughput rounds (8 streams) and latency rounds (1 stream) of both sides, in alternation."""
+    model = str(prepare("smollm2").path)
+    flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
+    busy: dict[str, list[Result]] = {"kvorum": [], "bare": []}
+    single: dict[str, list[Result]] = {"kvorum": [], "bare": []}
+    with running("bench-overhead", *flags) as state:
+        bare = BareEngine(model)
+        try:
+            for number in range(-1, rounds):  # the first is a warm-up of both
+                for kept, plan in (
+                    (busy, Round(1000 + number, requests=24, concurrency=8, prompt_tokens=64, output_tokens=64)),
+                    (single, Round(2000 + number, requests=10, concurrency=1, prompt_tokens=128, output_tokens=8)),
+                ):
+                    sides = ["kvorum", "bare"] if number % 2 else ["bare", "kvorum"]
+                    for side in sides:
+                        time.sleep(SETTLE_S)
+                        ours = side == "kvorum"
+                        result = asyncio.run(through_cluster(state.router_addresses, plan)) if ours else bare.run(plan)
+                        if number >= 0:
+                            kept[side].append(result)
+                print(f"round {number + 1}/{rounds} done", file=sys.stderr)
+        finally:
+            bare.close()
+    return busy, single
+
+
+def main(rounds: int) -> None:
+    hop = router_hop.figures()
+    busy, single = compare(rounds)
+    rate = {side: [r.tokens / r.elapsed_s for r in results] for side, results in busy.items()}
+    ttft = {side: [t * 1e3 for r in results for t in r.ttft_s] for side, results in single.items()}
+    paired = [ours / theirs for ours, theirs in zip(rate["kvorum"], rate["bare"], strict=True)]
+    figures = {
+        "throughput_ratio": statistics.median(paired),
+        "added_ttft_p50_ms": statistics.median(ttft["kvorum"]) - statistics.median(ttft["bare"]),
+        "router_added_p50_ms": hop["router_added_p50_ms"],
+        "router_cpu_us_per_token": hop["router_cpu_us_per_token"],
+        "router_rss_mib": hop["router_rss_mib"],
+        "router_start_s": hop["router_start_s"],
+        "router_tokens_per_s_per_core": hop["router_tokens_per_s_per_core"],
+    }
+    rows = [
+        ["throughput, 8 streams, tok/s (median of rounds)", *_both(rate, ".1f"), f"{figures['throughput_ratio']:.3f}"],
+        ["TTFT p50, 1 stream, 128-token prompts, ms", *_both(ttft, ".2f"), f"+{figures['added_ttft_p50_ms']:.2f} ms"],
+        [
+            "router hop, TTFT p50, fake replica, ms",
+            f"{hop['routed_ttft_p50_ms']:.2f}",
+            f"{hop['direct_ttft_p50_ms']:.2f}",
+            f"+{hop['router_added_p50_ms']:.2f} ms",
+        ],
+    ]
+    report("overhead", "What the stack costs", ["", "through Kvorum", "without", "ratio / added"], rows, figures)
+
+
+def _both(values: dict[str, list[float]], style: str) -> list[str]:
+    return [format(statistics.median(values[side]), style) for side in ("kvorum", "bare")]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    main(parser.parse_args().rounds)

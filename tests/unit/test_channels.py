@@ -1,0 +1,146 @@
+"""Keys, TLS and ports, on real sockets."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from protos import common_pb2
+from protos.channels import ClientTls, ServerTls, bearer, bind, create_server, open_channel
+from protos.errors import KvorumError, from_rpc_error
+
+
+@asynccontextmanager
+async def echo(tls: ServerTls | None = None, **settings: Any) -> AsyncIterator[str]:
+    async def unary(request: bytes, context: Any) -> bytes:
+        return request
+
+    async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield request
+        yield request
+
+    server = create_server(**settings)
+    handlers: dict[str, Any] = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary),
+        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Echo", handlers),))
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = bind(server, "127.0.0.1", 0, tls)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def calls(channel: grpc.aio.Channel) -> tuple[Any, Any]:
+    return channel.unary_unary("/t.Echo/Unary"), channel.unary_stream("/t.Echo/Stream")
+
+
+async def call_both(channel: grpc.aio.Channel, metadata: Any = None) -> list[bytes]:
+    unary, stream = calls(channel)
+    first = await unary(b"u", timeout=5, metadata=metadata)
+    return [first] + [m async for m in stream(b"s", timeout=5, metadata=metadata)]
+
+
+async def refusal(channel: grpc.aio.Channel) -> list[KvorumError]:
+    unary, stream = calls(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as first:
+        await unary(b"", timeout=5)
+    with pytest.raises(grpc.aio.AioRpcError) as second:
+        _ = [m async for m in stream(b"", timeout=5)]
+    return [from_rpc_error(first.value), from_rpc_error(second.value)]
+
+
+async def test_channel_sends_its_token_on_unary_and_streamed_calls() -> None:
+    async with echo(tokens=["other", "s3cret"]) as address, open_channel(address, token="s3cret") as channel:
+        assert await call_both(channel) == [b"u", b"s", b"s"]
+
+
+async def test_token_can_be_sent_as_plain_metadata() -> None:
+    async with echo(tokens=["s3cret"]) as address, open_channel(address) as channel:
+        assert await call_both(channel, bearer("s3cret")) == [b"u", b"s", b"s"]
+    assert bearer(None) == ()
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "s3cre", "s3cret2"])
+async def test_call_without_a_known_token_is_unauthenticated(token: str | None) -> None:
+    async with echo(tokens=["s3cret"]) as address, open_channel(address, token=token) as channel:
+        for error in await refusal(channel):
+            assert error.code is grpc.StatusCode.UNAUTHENTICATED
+            assert error.reason == common_pb2.UNAUTHENTICATED
+            assert "s3cret" not in error.message
+
+
+async def test_health_needs_no_token() -> None:
+    async with echo(tokens=["s3cret"]) as address, open_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_server_without_tokens_admits_everyone() -> None:
+    async with echo() as address, open_channel(address) as channel:
+        assert await call_both(channel) == [b"u", b"s", b"s"]
+
+
+async def test_port_in_use_is_an_error_that_names_it() -> None:
+    async with echo() as address:
+        host, port = address.split(":")
+        second = create_server()
+        with pytest.raises(OSError, match=f"cannot listen on {address}"):
+            bind(second, host, int(port))
+        await second.stop(None)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server and client certificates that it signed, with their keys."""
+    folder = tmp_path_factory.mktemp("pem")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+    for name in ("server", "client"):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+            "-out", f"{name}.pem", "-days", "2", "-extfile", "san",
+        )  # fmt: skip
+    return folder
+
+
+async def test_tls_client_that_trusts_the_ca_gets_through_with_its_token(pem: Path) -> None:
+    server = ServerTls(pem / "server.pem", pem / "server.key")
+    async with (
+        echo(server, tokens=["k"]) as address,
+        open_channel(address, token="k", tls=ClientTls(pem / "ca.pem")) as channel,
+    ):
+        assert await call_both(channel) == [b"u", b"s", b"s"]
+
+
+async def test_plain_client_of_a_tls_server_is_unavailable(pem: Path) -> None:
+    server = ServerTls(pem / "server.pem", pem / "server.key")
+    async with echo(server) as address, open_channel(address) as channel:
+        assert {error.code for error in await refusal(channel)} == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_mutual_tls_admits_only_certificates_of_its_ca(pem: Path) -> None:
+    server = ServerTls(pem / "server.pem", pem / "server.key", client_ca=pem / "ca.pem")
+    with_certificate = ClientTls(pem / "ca.pem", pem / "client.pem", pem / "client.key")
+    async with echo(server) as address:
+        async with open_channel(address, tls=with_certificate) as channel:
+            assert await call_both(channel) == [b"u", b"s", b"s"]
+        async with open_channel(address, tls=ClientTls(pem / "ca.pem")) as channel:
+            assert {error.code for error in await refusal(channel)} == {grpc.StatusCode.UNAVAILABLE}
