@@ -1,0 +1,1 @@
+"""Control plane and the user's entry points."""

@@ -1,0 +1,93 @@
+"""`kvorum trace`."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import click
+
+from cluster.failures import BadInput, RunFailed
+
+
+@click.command()
+@click.argument("trace_id", required=False)
+@click.option("--last", is_flag=True, help="the latest trace; also what no argument means")
+@click.option("--list", "as_list", is_flag=True, help="the latest traces, one a line")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="how many --list shows"
+)
+@click.option("--store", type=click.Path(path_type=Path), help="span store to read instead of this machine's")
+def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Path | None) -> None:
+    """Show one request as a tree of spans: router, replica, queue, prefill, decode.
+
+    TRACE_ID is what `generate`, `chat` and `demo` print: 32 hex digits, or the first few.
+
+    \b
+    Examples:
+      kvorum trace
+      kvorum trace 4bf92f35
+      kvorum trace --list
+    """
+    from cluster.display import make_console
+    from telemetry.store import SpanStore, StoreError
+    from telemetry.tree import render, render_text
+
+    if trace_id and (last or as_list):
+        raise BadInput("a trace id goes with neither --last nor --list")
+    path = store or _known_store()
+    console = make_console()
+    spans_of = SpanStore(path)
+    try:
+        recent = spans_of.recent(limit if as_list else 1000 if trace_id and len(trace_id) < 32 else 1)
+        if as_list:
+            for summary in recent:
+                begun = datetime.datetime.fromtimestamp(summary.start_ns / 1e9).astimezone()
+                failed = f"  {summary.errors} failed" if summary.errors else ""
+                console.print(
+                    f"{summary.trace_id}  {begun:%H:%M:%S}  {summary.duration_ns / 1e6:9.1f} ms  "
+                    f"{summary.spans:3} spans  {summary.root}{failed}",
+                    markup=False,
+                )
+            if not recent:
+                console.print(f"no traces in {path} yet")
+            return
+        if trace_id:
+            chosen = _one(trace_id, [summary.trace_id for summary in recent])
+        elif recent:
+            chosen = recent[0].trace_id
+        else:
+            raise BadInput(f'no traces in {path} yet: send a request first, `kvorum generate "Hello"`')
+        spans = spans_of.trace(chosen)
+    except StoreError as error:
+        raise RunFailed(str(error)) from None
+    finally:
+        spans_of.close()
+    if not spans:
+        raise BadInput(f"no trace {chosen} in {path}: `kvorum trace --list` shows what is there")
+    if console.is_terminal:
+        console.print(render(spans))
+    else:
+        click.echo(render_text(spans))
+
+
+def _known_store() -> Path:
+    """The store of the cluster that is up, else the one beside the state files, where all go by default."""
+    from cluster import state as states
+
+    names = states.names()
+    state = states.read("kvorum" if "kvorum" in names else names[0]) if names else None
+    return (state.span_store if state else None) or states.state_dir() / "traces.db"
+
+
+def _one(prefix: str, known: list[str]) -> str:
+    text = prefix.lower()
+    if len(text) == 32:
+        return text
+    found = [trace_id for trace_id in known if trace_id.startswith(text)]
+    if len(found) != 1:
+        raise BadInput(
+            f"{len(found) or 'no'} recent traces begin with {prefix!r}: "
+            + ("give more digits" if found else "`kvorum trace --list` shows what is there")
+        )
+    return found[0]

@@ -1,0 +1,273 @@
+"""The controller actor: desired state in, replicas and routers out. Served by `admin.proto`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.admin import AdminServicer, serve_admin
+from cluster.config import ClusterConfig
+from cluster.placement import Topology, fit
+from cluster.router_actor import RouterSupervisor
+from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
+from cluster.watch import LoadWatch
+from protos import admin_pb2, common_pb2
+from workers.checkpoint import PreparedModel
+from workers.engine_args import resolve_device
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_NAME = "controller"
+_SHARDS_REFRESH_S = 2.0
+_CREATE_TIMEOUT_S = 60.0
+_HOPELESS_AFTER = 2
+
+
+@dataclass(frozen=True)
+class ControllerSpec:
+    """All that a controller is made from; Ray hands it to a restarted one again."""
+
+    config: ClusterConfig
+    model_name: str
+    bundle: Path
+    """The TokenizerBundle file, read here and handed to routers."""
+    device: str
+    cluster_id: str
+    namespace: str
+    ray_address: str
+    admin_port: int
+    router_port: int
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ControllerHandle:
+    """What the launcher needs of a controller it created."""
+
+    admin_address: str
+    router_address: str
+
+
+class ControllerActor:
+    """Named, detached, restarted by Ray. Its state is rebuilt from Ray and the replicas."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._spec = spec
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._supervisors: list[ReplicaSupervisor] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._topology: Topology | None = None
+        self.bundle = admin_pb2.TokenizerBundle.FromString(spec.bundle.read_bytes())
+        self._started = asyncio.ensure_future(self._start())
+
+    async def ready(self) -> ControllerHandle:
+        """Wait until the admin API listens.
+
+        Raises:
+            OSError: a port is taken. PlacementError: the topology does not fit this Ray cluster.
+        """
+        await asyncio.shield(self._started)
+        spec = self._spec
+        return ControllerHandle(
+            f"{spec.config.admin_host}:{spec.admin_port}", f"{spec.config.router.host}:{spec.router_port}"
+        )
+
+    async def _start(self) -> None:
+        spec = self._spec
+        nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+        cores, gpus = (int(sum(node["Resources"].get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
+        self._topology = fit(spec.config, cores, gpus, spec.device)
+        self._server = await serve_admin(
+            AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
+        )
+        around = Surroundings(
+            config=spec.config,
+            topology=self._topology,
+            device=spec.device,
+            namespace=spec.namespace,
+            ray_address=spec.ray_address,
+            token=spec.token,
+            taken_cores=self._taken_cores,
+            changed=self.touch,
+        )
+        self._supervisors = [
+            ReplicaSupervisor(f"replica-{i}", around) for i in range(self._topology.replicas)
+        ]
+        self._loads = LoadWatch(spec.token)
+        self._router = RouterSupervisor(
+            "router-0",
+            spec.config,
+            namespace=spec.namespace,
+            port=spec.router_port,
+            admin_address=f"{spec.config.admin_host}:{spec.admin_port}",
+            token=spec.token,
+        )
+        for supervisor in self._supervisors:
+            self._own(supervisor.run(), supervisor.record.name)
+        self._own(self._router.run(), "router-0")
+        self._own(self._refresh(), "refresh")
+
+    def _own(self, work: Any, name: str) -> None:
+        """Run a background task whose unexpected end takes the controller down, to be restarted by Ray."""
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+
+        def ended(done: asyncio.Task[None]) -> None:
+            self._tasks.discard(done)
+            if not done.cancelled() and (error := done.exception()) is not None:
+                log.critical("task %s ended: restarting the controller", name, exc_info=error)
+                logging.shutdown()
+                os._exit(1)
+
+        task.add_done_callback(ended)
+
+    async def _refresh(self) -> None:
+        while True:
+            ready = [s for s in self._supervisors if s.record.state == admin_pb2.READY and s.record.info]
+            self._loads.follow({s.record.name: s.record.info.address for s in ready if s.record.info})
+            await asyncio.gather(*(s.refresh_shards() for s in ready))
+            await asyncio.sleep(_SHARDS_REFRESH_S)
+
+    def touch(self) -> None:
+        """Membership changed: wake every watcher."""
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_change(self, version: int, timeout_s: float) -> None:
+        """Return when the membership is newer than `version`, or after the timeout."""
+        if self._version == version:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+
+    def members(self) -> admin_pb2.Members:
+        """What routers are told."""
+        members = admin_pb2.Members(version=self._version)
+        for record in (s.record for s in self._supervisors):
+            info = record.info
+            if info is None or record.state not in (admin_pb2.READY, admin_pb2.DRAINING):
+                continue
+            members.members.add(
+                replica=record.name,
+                epoch=record.epoch,
+                address=info.address,
+                state=record.state,
+                model=common_pb2.ModelInfo.FromString(info.model),
+            )
+        return members
+
+    def status(self) -> admin_pb2.ClusterStatus:
+        """What operators are shown."""
+        engine = self._spec.config.engine
+        status = admin_pb2.ClusterStatus(
+            name=self._spec.config.name,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            pipeline_parallel_size=engine.pipeline_parallel_size,
+            controller_pid=os.getpid(),
+            model=common_pb2.ModelInfo(name=self._spec.model_name, tokenizer_digest=self.bundle.digest),
+        )
+        for supervisor in self._supervisors:
+            record = supervisor.record
+            status.replicas.append(to_status(record, self._loads.load(record.name)))
+            if record.info is not None:
+                status.model.ParseFromString(record.info.model)
+        status.routers.append(self._router.status())
+        status.fatal_error = self._fatal_error()
+        return status
+
+    def _fatal_error(self) -> str:
+        """Why this cluster will never come up: no replica ever did, and each has failed again."""
+        records = [s.record for s in self._supervisors]
+        hopeless = all(not r.ever_ready and r.restarts >= _HOPELESS_AFTER for r in records)
+        return records[0].last_error if records and hopeless else ""
+
+    async def restart_replica(self, name: str, grace_s: float) -> bool:
+        """Drain and replace one replica; False when there is none of that name."""
+        for supervisor in self._supervisors:
+            if supervisor.record.name == name:
+                await supervisor.restart(grace_s)
+                return True
+        return False
+
+    async def shutdown(self, grace_s: float) -> None:
+        """End routers and replicas. The caller then kills this actor."""
+        await self._router.stop()
+        await asyncio.gather(*(s.stop(grace_s) for s in self._supervisors))
+        self._loads.close()
+
+    def exit_soon(self) -> None:
+        """Leave Ray once the current call has been answered."""
+
+        async def leave() -> None:
+            await asyncio.sleep(0.2)
+            await self._server.stop(grace=0.5)
+            controller = ray.get_actor(CONTROLLER_NAME, self._spec.namespace)
+            ray.kill(controller, no_restart=True)
+
+        self._leaving = asyncio.create_task(leave())
+
+    def _taken_cores(self, asking: str) -> list[tuple[str, int]]:
+        return [
+            (slot.node_id, core)
+            for record in (s.record for s in self._supervisors)
+            if record.name != asking
+            for slot in record.slots
+            for core in slot.cores
+        ]
+
+
+def start_controller(
+    config: ClusterConfig, prepared: PreparedModel, cluster_id: str, token: str
+) -> ControllerHandle:
+    """Create the controller in the connected Ray (and namespace); it creates everything else. Blocks.
+
+    Raises:
+        ray.exceptions.RayError: the controller could not start; its cause says why.
+    """
+    context = ray.get_runtime_context()
+    spec = ControllerSpec(
+        config=config,
+        model_name=config.engine.served_name or prepared.name,
+        bundle=prepared.bundle,
+        device=resolve_device(config.engine.device),
+        cluster_id=cluster_id,
+        namespace=context.namespace,
+        ray_address=context.gcs_address,
+        # Fixed here, so that restarted controllers and routers come back where their clients look.
+        admin_port=config.admin_port or free_port(config.admin_host),
+        router_port=config.router.port or free_port(config.router.host),
+        token=token,
+    )
+    options: dict[str, Any] = {
+        "name": CONTROLLER_NAME,
+        "namespace": spec.namespace,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": 256,
+        # Where the tokenizer bundle is; a restarted controller must come back to the same address.
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+    }
+    actor = ray.remote(ControllerActor).options(**options).remote(spec)
+    handle: ControllerHandle = ray.get(actor.ready.remote(), timeout=_CREATE_TIMEOUT_S)
+    return handle
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,119 @@
+"""Which topology fits a machine, and which cores each shard gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.placement import ShardSlot
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+
+DEFAULT_REPLICAS = 2
+"""Enough to survive one; more is a decision about memory that is the operator's."""
+
+
+class PlacementError(ValueError):
+    """The configuration asks for more than there is; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What will be placed. `cores_per_shard` is 0 when shards share cores or run on GPUs."""
+
+    replicas: int
+    ranks: int
+    cores_per_shard: int
+    bundle: Mapping[str, float]
+    """Ray resources of one shard."""
+
+    def bundles(self) -> list[dict[str, float]]:
+        """The placement group of one replica."""
+        return [dict(self.bundle) for _ in range(self.ranks)]
+
+
+def fit(config: ClusterConfig, cores: int, gpus: int = 0, device: str = "cpu") -> Topology:
+    """The topology for a cluster with that many CPU cores and GPUs in all.
+
+    Raises:
+        PlacementError: shards would outnumber cores (and spin on them) or GPUs.
+    """
+    engine = config.engine
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    if device == "cuda":
+        replicas = config.replicas or max(1, min(DEFAULT_REPLICAS, gpus // ranks))
+        if replicas * ranks > gpus:
+            raise PlacementError(_too_many(replicas, ranks, gpus, "GPU"))
+        return Topology(replicas, ranks, 0, {"GPU": 1.0, "CPU": 1.0})
+
+    replicas = config.replicas or max(1, min(DEFAULT_REPLICAS, cores // ranks))
+    shards = replicas * ranks
+    if shards > cores or (engine.cores_per_shard or 1) * shards > cores:
+        if engine.collective == "gloo" and engine.cores_per_shard is None:
+            return Topology(replicas, ranks, 0, {"CPU": round(cores / shards, 4) * 0.99})
+        if engine.cores_per_shard and shards <= cores:
+            raise PlacementError(
+                f"{shards} shards of {engine.cores_per_shard} cores need "
+                f"{shards * engine.cores_per_shard} cores, there are {cores}: use --cores-per-shard {cores // shards} or leave it out"
+            )
+        raise PlacementError(
+            _too_many(replicas, ranks, cores, "CPU core")
+            + "; --collective gloo allows shards to share cores, slowly"
+        )
+    # One core is left to the router and the engines' front ends where there is one to spare.
+    per_shard = engine.cores_per_shard or max(1, (cores - 1) // shards)
+    return Topology(replicas, ranks, per_shard, {"CPU": float(per_shard)})
+
+
+def _too_many(replicas: int, ranks: int, have: int, what: str) -> str:
+    fewer = have // ranks
+    advice = (
+        f"use --replicas {fewer} or a smaller --tensor-parallel-size"
+        if fewer
+        else f"use --tensor-parallel-size {max(1, have)} or less"
+    )
+    return (
+        f"{replicas} replica(s) of {ranks} shard(s) need {replicas * ranks} {what}s, "
+        f"there {'is' if have == 1 else 'are'} {have}: {advice}"
+    )
+
+
+def allocate(
+    nodes: Sequence[tuple[str, str]],
+    cores_per_shard: int,
+    taken: Iterable[tuple[str, int]],
+    cores_of: Mapping[str, int],
+) -> tuple[ShardSlot, ...]:
+    """Give each rank its own cores on its node.
+
+    Args:
+        nodes: (node id, node ip) of bundle 0, 1, ... as Ray placed them.
+        cores_per_shard: 0 for unpinned shards.
+        taken: (node id, core index) pairs other replicas hold.
+        cores_of: cores of each node.
+
+    Ranks are numbered so that neighbours share a node: collectives between them are the cheap ones.
+
+    Raises:
+        PlacementError: a node has fewer free cores than Ray thought.
+    """
+    held: dict[str, set[int]] = {}
+    for node_id, core in taken:
+        held.setdefault(node_id, set()).add(core)
+    first = nodes[0][0]
+    order = sorted(range(len(nodes)), key=lambda b: (nodes[b][0] != first, nodes[b][0], b))
+    slots = []
+    for rank, bundle in enumerate(order):
+        node_id, node_ip = nodes[bundle]
+        busy = held.setdefault(node_id, set())
+        free = [core for core in range(cores_of.get(node_id, 0)) if core not in busy]
+        if len(free) < cores_per_shard:
+            raise PlacementError(
+                f"rank {rank} needs {cores_per_shard} core(s) on node {node_ip}, which has {len(free)} left"
+            )
+        cores = tuple(free[:cores_per_shard])
+        busy.update(cores)
+        slots.append(ShardSlot(rank, bundle, node_id, node_ip, cores))
+    return tuple(slots)

@@ -1,0 +1,91 @@
+"""What can be known to be wrong before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from cluster.config import ClusterConfig
+from cluster.failures import BadInput
+from cluster.placement import PlacementError, fit
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises BadInput for a port that is taken or not ours to take, before anything is started."""
+    for host, port, flag in (
+        (config.router.host, config.router.port, "--port"),
+        (config.admin_host, config.admin_port, "--admin-port"),
+    ):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
+            try:
+                probe.bind((host, port))
+            except socket.gaierror:
+                raise BadInput(f"cannot listen on {host!r}: no such address on this machine") from None
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise BadInput(
+                        f"port {port} on {host} is in use{_holder(port)}: "
+                        f"choose another with {flag} N (0 picks a free one)"
+                    ) from None
+                raise BadInput(
+                    f"cannot listen on {host}:{port}: {error.strerror}; change it with {flag}"
+                ) from None
+
+
+def check_files(config: ClusterConfig) -> None:
+    """Raises BadInput for files and folders the configuration names that are not there."""
+    router = config.router
+    files = {
+        name: getattr(router, name)
+        for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca")
+        if getattr(router, name) is not None
+    }
+    problems = [f"router.{name}: no such file: {path}" for name, path in files.items() if not path.is_file()]
+    problems += [
+        f"engine.lora_modules.{name}: no such folder: {path}"
+        for name, path in config.engine.lora_modules.items()
+        if not Path(path).is_dir()
+    ]
+    if problems:
+        raise BadInput(*problems)
+
+
+def check_fits_here(config: ClusterConfig) -> None:
+    """Early for a private Ray on CPU; with GPUs or another Ray, once Ray says what it has."""
+    on_cpu = config.engine.device == "cpu" or (
+        config.engine.device == "auto" and not Path("/dev/nvidiactl").exists()
+    )
+    if config.ray_address is None and on_cpu:
+        check_fits(config, {"CPU": own_cores()}, "cpu")
+
+
+def own_cores() -> int:
+    """Cores this process may use, which is what a container was given."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_fits(config: ClusterConfig, resources: Mapping[str, float], device: str) -> None:
+    """Raises BadInput when the shards outnumber what Ray says the cluster has."""
+    try:
+        fit(config, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), device)
+    except PlacementError as error:
+        raise BadInput(str(error)) from None
+
+
+def _holder(port: int) -> str:
+    """` (pid 4711 python)` where the system tells."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            local = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port and connection.pid:
+                return f" (pid {connection.pid} {psutil.Process(connection.pid).name()})"
+    except psutil.Error:
+        pass
+    return ""

@@ -1,0 +1,160 @@
+"""Hosts a router in a Ray actor, and keeps it alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.config import ClusterConfig
+from protos import admin_pb2
+from router.config import RouterConfig
+from telemetry.config import TelemetryConfig
+
+log = logging.getLogger(__name__)
+
+_RESTART_S = 0.5
+_ADOPT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class RouterInfo:
+    """Where a router actor listens."""
+
+    address: str
+    pid: int
+    node: str
+
+
+class RouterActor:
+    """The router's server inside an actor; the tokens never pass through Ray."""
+
+    def __init__(
+        self, name: str, config: RouterConfig, telemetry: TelemetryConfig, controller_address: str, token: str
+    ) -> None:
+        from router.server import RouterServer  # noqa: PLC0415
+        from router.tracing import TracingObserver  # noqa: PLC0415
+        from telemetry.setup import configure  # noqa: PLC0415
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._telemetry = configure("kvorum.router", name, telemetry)
+        self._server = RouterServer(
+            config, controller_address, token, observer=TracingObserver(self._telemetry.tracer)
+        )
+        self._closed = asyncio.Event()
+        self._address = ""
+
+    async def start(self) -> RouterInfo:
+        """Listen. Raises OSError when the port is taken."""
+        self._address = await self._server.start()
+        return RouterInfo(self._address, os.getpid(), ray.util.get_node_ip_address())
+
+    async def describe(self) -> RouterInfo:
+        """The same, of a router that runs; without an address while it starts."""
+        return RouterInfo(self._address, os.getpid(), ray.util.get_node_ip_address())
+
+    async def wait_closed(self) -> None:
+        """Return after `stop`; an actor's death shows as an error here."""
+        await self._closed.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Let running streams finish for a while, then end them; flush telemetry."""
+        await self._server.stop(grace_s)
+        await asyncio.to_thread(self._telemetry.shutdown)
+        self._closed.set()
+
+
+class RouterSupervisor:
+    """Starts the router actor, and another whenever it dies."""
+
+    def __init__(
+        self, name: str, config: ClusterConfig, *, namespace: str, port: int, admin_address: str, token: str
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._namespace = namespace
+        self._router_config = config.router.model_copy(update={"port": port})
+        self._admin_address = admin_address
+        self._token = token
+        self._actor: Any = None
+        self._info: RouterInfo | None = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Until stopped."""
+        adopted = await self._adopt()
+        while not self._stopping:
+            try:
+                if not adopted:
+                    self._actor = self._create()
+                    self._info = await self._actor.start.remote()
+                await self._actor.wait_closed.remote()
+            except (RayError, OSError) as error:
+                if not self._stopping:
+                    log.error("router %s ended: %s", self._name, str(error).splitlines()[-1])
+            adopted, self._info = False, None
+            if not self._stopping:
+                with contextlib.suppress(RayError, ValueError):
+                    ray.kill(self._actor)
+                await asyncio.sleep(_RESTART_S)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """End the router."""
+        self._stopping = True
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(grace_s + 5.0):
+                await actor.stop.remote(grace_s)
+        with contextlib.suppress(RayError, ValueError):
+            await asyncio.to_thread(ray.kill, actor)
+
+    def status(self) -> admin_pb2.RouterStatus:
+        """As the admin API shows it."""
+        info = self._info
+        return admin_pb2.RouterStatus(
+            name=self._name,
+            address=info.address if info else "",
+            pid=info.pid if info else 0,
+            node=info.node if info else "",
+            alive=info is not None,
+        )
+
+    async def _adopt(self) -> bool:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, self._name, self._namespace)
+            async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                info: RouterInfo = await actor.describe.remote()
+        except (ValueError, RayError, TimeoutError):
+            return False
+        if not info.address:
+            ray.kill(actor)
+            return False
+        self._info = info
+        self._actor = actor
+        return True
+
+    def _create(self) -> Any:
+        options: dict[str, Any] = {
+            "name": self._name,
+            "namespace": self._namespace,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 64,
+        }
+        arguments = (
+            self._name,
+            self._router_config,
+            self._config.telemetry,
+            self._admin_address,
+            self._token,
+        )
+        return ray.remote(RouterActor).options(**options).remote(*arguments)

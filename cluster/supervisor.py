@@ -1,0 +1,344 @@
+"""Keeps one replica alive: reserves its place, starts an epoch, waits for its end, starts the next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import ClusterConfig
+from cluster.placement import PlacementError, Topology, allocate
+from protos import admin_pb2, common_pb2
+from workers.placement import ReplicaPlacement, ShardInfo, ShardSlot, choose_collective
+from workers.replica import ReplicaActor, ReplicaInfo, ReplicaSpec
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_HEALTHY_FOR_S = 60.0
+"""An epoch that lived this long starts the back-off from the beginning."""
+_DESCRIBE_TIMEOUT_S = 2.0
+_PLACE_POLL_S = 0.5
+
+
+@dataclass
+class ReplicaRecord:
+    """What is known of one replica; owned and written by its supervisor alone."""
+
+    name: str
+    epoch: str = ""
+    state: admin_pb2.ReplicaState.ValueType = admin_pb2.PENDING
+    since: float = field(default_factory=time.monotonic)
+    created: float = field(default_factory=time.monotonic)
+    info: ReplicaInfo | None = None
+    slots: tuple[ShardSlot, ...] = ()
+    shards: tuple[ShardInfo, ...] = ()
+    restarts: int = 0
+    last_error: str = ""
+    ever_ready: bool = False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a supervisor needs to know of its cluster."""
+
+    config: ClusterConfig
+    topology: Topology
+    device: str
+    namespace: str
+    ray_address: str
+    token: str = field(repr=False)
+    taken_cores: Callable[[str], list[tuple[str, int]]]
+    """(node id, core) pairs held by replicas other than the named one."""
+    changed: Callable[[], None]
+    """Called after every change of a record."""
+
+
+class ReplicaSupervisor:
+    """One asyncio task per replica; the only place that starts or kills its actors."""
+
+    def __init__(self, name: str, around: Surroundings) -> None:
+        self.record = ReplicaRecord(name)
+        self._around = around
+        self._group: PlacementGroup | None = None
+        self._actor: Any = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Until stopped: adopt what a former controller left, else start epochs, one after another."""
+        failures = 0
+        adopted = await self._adopt()
+        while not self._ending():
+            started = time.monotonic()
+            try:
+                if not adopted:
+                    await self._start_epoch()
+                reason = await self._actor.wait_closed.remote()
+            except asyncio.CancelledError:
+                raise
+            except PlacementError as error:
+                reason = str(error)
+            except (RayError, OSError, TimeoutError, ValueError) as error:
+                reason = _first_line(error)
+            adopted = False
+            if self._ending():
+                return
+            failures = 0 if time.monotonic() - started > _HEALTHY_FOR_S else failures
+            self.record.restarts += 1
+            self.record.last_error = reason
+            self._move(admin_pb2.FAILED)
+            log.error("%s epoch %s ended: %s", self.record.name, self.record.epoch, reason)
+            await self._discard_epoch()
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+            failures += 1
+
+    def _ending(self) -> bool:
+        return self._stopping
+
+    async def restart(self, grace_s: float) -> None:
+        """Drain this epoch and let `run` start a fresh one."""
+        if self._actor is None:
+            return
+        self._move(admin_pb2.DRAINING)
+        await self._drain(grace_s)
+        await asyncio.to_thread(ray.kill, self._actor)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, end the actors and give the reserved place back."""
+        self._stopping = True
+        self._move(admin_pb2.DRAINING)
+        await self._drain(grace_s)
+        await self._discard_epoch()
+        if self._group is not None:
+            await asyncio.to_thread(remove_placement_group, self._group)
+            self._group = None
+        self._move(admin_pb2.STOPPED)
+
+    async def refresh_shards(self) -> None:
+        """Ask each shard where it sits; a shard that does not answer counts as not alive."""
+        record = self.record
+        placement = self._placement(record.epoch, record.slots)
+        asked = [self._describe_shard(placement.shard_name(slot.rank)) for slot in record.slots]
+        found = await asyncio.gather(*asked)
+        record.shards = tuple(info for info in found if info is not None)
+
+    async def _describe_shard(self, name: str) -> ShardInfo | None:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
+            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+                info: ShardInfo = await actor.describe.remote()
+                return info
+        except (ValueError, RayError, TimeoutError):
+            return None
+
+    async def _drain(self, grace_s: float) -> None:
+        if self._actor is None or self.record.info is None:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(grace_s + 5.0):
+                await self._actor.drain.remote(grace_s)
+
+    async def _adopt(self) -> bool:
+        """Take over a live replica that a controller before us started."""
+        prefix = f"{self.record.name}-epoch-"
+        actors = await asyncio.to_thread(ray.util.list_named_actors)
+        for name in (n for n in actors if n.startswith(prefix)):
+            try:
+                actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
+                async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+                    info: ReplicaInfo | None = await actor.describe.remote()
+            except (ValueError, RayError, TimeoutError):
+                info = None
+            if info is None:  # still loading under nobody's eyes: start afresh
+                with contextlib.suppress(ValueError, RayError):
+                    ray.kill(ray.get_actor(name, self._around.namespace))
+                continue
+            self._actor = actor
+            self.record.epoch, self.record.info = info.epoch, info
+            self._group = await asyncio.to_thread(_find_group, self.record.name)
+            self.record.slots = await actor.slots.remote()
+            await self.refresh_shards()
+            self._move(admin_pb2.READY)
+            return True
+        return False
+
+    async def _start_epoch(self) -> None:
+        around, record = self._around, self.record
+        self._move(admin_pb2.PENDING)
+        group = await self._reserve()
+        record.epoch = secrets.token_hex(4)
+        record.slots = await asyncio.to_thread(self._slots, group)
+        self._move(admin_pb2.PLACED)
+        spec = ReplicaSpec(
+            engine=around.config.engine,
+            telemetry=around.config.telemetry,
+            placement=self._placement(record.epoch, record.slots),
+            host=record.slots[0].node_ip,
+            token=around.token,
+        )
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group,
+            placement_group_bundle_index=record.slots[0].bundle,
+            placement_group_capture_child_tasks=True,
+        )
+        options: dict[str, Any] = {
+            "name": f"{record.name}-epoch-{record.epoch}",
+            "namespace": around.namespace,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 64,
+            "scheduling_strategy": strategy,
+        }
+        self._actor = ray.remote(ReplicaActor).options(**options).remote(spec)
+        start = asyncio.ensure_future(_awaited(self._actor.start.remote()))
+        async with asyncio.timeout(around.config.engine.start_timeout_s):
+            await asyncio.wait_for(_awaited(self._actor.phase.remote()), around.config.engine.start_timeout_s)
+            self._move(admin_pb2.LOADING)
+            while not start.done():
+                await asyncio.wait({start}, timeout=_PLACE_POLL_S)
+                await self._follow_phase()
+        record.info = start.result()
+        await self.refresh_shards()
+        self._move(admin_pb2.READY)
+
+    async def _follow_phase(self) -> None:
+        """Show warming as such; the loop of a loading replica does not answer."""
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(0.2):
+                phase = await self._actor.phase.remote()
+                if phase == admin_pb2.WARMING and self.record.state == admin_pb2.LOADING:
+                    self._move(admin_pb2.WARMING)
+
+    async def _reserve(self) -> PlacementGroup:
+        group: Any = self._group or await asyncio.to_thread(_find_group, self.record.name)
+        if group is None:
+            around = self._around
+            group = await asyncio.to_thread(
+                placement_group,
+                around.topology.bundles(),
+                strategy="SPREAD" if around.config.placement == "spread" else "PACK",
+                name=f"{around.namespace}-{self.record.name}",
+                lifetime="detached",
+            )
+        self._group = group
+        ready = group.ready()
+        try:
+            async with asyncio.timeout(self._around.config.engine.start_timeout_s):
+                await ready
+        except TimeoutError as error:
+            need = self._around.topology.bundles()
+            raise PlacementError(
+                f"no room in the Ray cluster for {need}: add nodes or lower --replicas"
+            ) from error
+        return group
+
+    def _slots(self, group: PlacementGroup) -> tuple[ShardSlot, ...]:
+        table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        placed = [(table[bundle], nodes[table[bundle]]["NodeManagerAddress"]) for bundle in sorted(table)]
+        cores_of = {node_id: int(node["Resources"].get("CPU", 0)) for node_id, node in nodes.items()}
+        taken = self._around.taken_cores(self.record.name)
+        return allocate(placed, self._around.topology.cores_per_shard, taken, cores_of)
+
+    def _placement(self, epoch: str, slots: tuple[ShardSlot, ...]) -> ReplicaPlacement:
+        device = "cuda" if self._around.device == "cuda" else "cpu"
+        return ReplicaPlacement(
+            replica=self.record.name,
+            epoch=epoch,
+            namespace=self._around.namespace,
+            ray_address=self._around.ray_address,
+            device=device,  # type: ignore[arg-type]
+            collective=choose_collective(device, slots, self._around.config.engine.collective)
+            if slots
+            else "none",
+            slots=slots,
+        )
+
+    async def _discard_epoch(self) -> None:
+        actor, self._actor = self._actor, None
+        self.record.info = None
+        self.record.shards = ()
+        if actor is None:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(10.0):
+                await actor.stop.remote()
+        with contextlib.suppress(RayError, ValueError):
+            await asyncio.to_thread(ray.kill, actor)
+        # Shards are owned by the EngineCore; make sure before their cores are given out again.
+        placement = self._placement(self.record.epoch, self.record.slots)
+        for slot in self.record.slots:
+            with contextlib.suppress(RayError, ValueError):
+                shard = await asyncio.to_thread(
+                    ray.get_actor, placement.shard_name(slot.rank), placement.namespace
+                )
+                await asyncio.to_thread(ray.kill, shard)
+
+    def _move(self, state: admin_pb2.ReplicaState.ValueType) -> None:
+        self.record.state = state
+        self.record.ever_ready |= state == admin_pb2.READY
+        self.record.since = time.monotonic()
+        self._around.changed()
+
+
+def to_status(record: ReplicaRecord, load: common_pb2.ReplicaLoad | None) -> admin_pb2.ReplicaStatus:
+    """The record as the admin API shows it."""
+    now = time.monotonic()
+    info = record.info
+    status = admin_pb2.ReplicaStatus(
+        replica=record.name,
+        epoch=record.epoch,
+        state=record.state,
+        state_for_s=now - record.since,
+        age_s=now - record.created,
+        address=info.address if info else "",
+        pid=info.pid if info else 0,
+        engine_core_pid=info.core_pid if info else 0,
+        node=info.node_ip if info else (record.slots[0].node_ip if record.slots else ""),
+        load=load,
+        restarts=record.restarts,
+        last_error=record.last_error,
+    )
+    known = {shard.rank: shard for shard in record.shards}
+    for slot in record.slots:
+        shard = known.get(slot.rank)
+        status.shards.add(
+            rank=slot.rank,
+            node=slot.node_ip,
+            pid=shard.pid if shard else 0,
+            cores=shard.cores if shard else slot.cores,
+            gpus=shard.gpus if shard else (),
+            collective=shard.collective if shard else "",
+            alive=shard is not None,
+        )
+    return status
+
+
+def _find_group(replica: str) -> PlacementGroup | None:
+    namespace = ray.get_runtime_context().namespace
+    try:
+        group: PlacementGroup = ray.util.get_placement_group(f"{namespace}-{replica}")
+    except ValueError:
+        return None
+    return group
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref
+
+
+def _first_line(error: BaseException) -> str:
+    """Ray wraps a remote traceback in the message; its last line is what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:400]

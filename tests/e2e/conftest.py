@@ -1,0 +1,180 @@
+"""Real clusters for the end-to-end tests: started by the command line, one at a time, stopped by handle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import processes
+from cluster.state import ClusterState
+from protos import common_pb2
+from router.client import KvorumClient
+
+UP_TIMEOUT_S = 280
+KVORUM = [sys.executable, "-m", "cluster.cli"]
+
+
+@dataclass
+class RunningCluster:
+    """A cluster that `kvorum up --detach` started in a state folder of its own."""
+
+    name: str
+    environ: dict[str, str]
+    state: ClusterState = field(init=False)
+
+    def cli(self, *arguments: str, timeout: float = 60, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run `kvorum ARGUMENTS` as a user of this cluster would."""
+        return subprocess.run(
+            [*KVORUM, *arguments],
+            env=self.environ,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def up(self, *flags: str) -> None:
+        """Start it, or fail with what it printed."""
+        done = self.cli("up", "--name", self.name, "--detach", "--port", "0", *flags, timeout=UP_TIMEOUT_S)
+        assert done.returncode == 0, f"up failed:\n{done.stdout}\n{done.stderr}"
+        path = Path(self.environ["KVORUM_STATE_DIR"], f"{self.name}.json")
+        self.state = ClusterState.model_validate_json(path.read_text())
+
+    def down(self) -> None:
+        """Stop it and insist that nothing is left."""
+        done = self.cli("down", "--name", self.name, "--grace", "2", timeout=90)
+        assert done.returncode == 0, f"down failed:\n{done.stdout}\n{done.stderr}"
+        assert processes.leftovers(self.state.id) == []
+
+    def status(self) -> dict[str, Any]:
+        """What `kvorum status --json` prints."""
+        done = self.cli("status", "--name", self.name, "--json")
+        assert done.returncode == 0, done.stderr
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    def client(self) -> KvorumClient:
+        """A gRPC client of its router."""
+        return KvorumClient(*self.state.router_addresses)
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 150) -> dict[str, Any]:
+        """Poll the status until the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            shown = self.status()
+            if condition(shown):
+                return shown
+            time.sleep(0.3)
+        raise AssertionError(f"no {what} within {timeout_s} s; last status: {json.dumps(shown)[:3000]}")
+
+
+@dataclass
+class ClusterSlot:
+    """At most one cluster runs; tests that need the same flags share it."""
+
+    folder: Path
+    _running: RunningCluster | None = None
+    _flags: tuple[str, ...] = ()
+
+    def get(self, *flags: str) -> RunningCluster:
+        if self._running is not None and flags == self._flags:
+            return self._running
+        self.clear()
+        environ = dict(os.environ) | {
+            "KVORUM_STATE_DIR": str(self.folder),
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "HF_HUB_OFFLINE": "1",
+        }
+        started = RunningCluster(f"test-{os.getpid()}", environ)
+        started.up(*flags)
+        self._running, self._flags = started, flags
+        return started
+
+    def clear(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.down()
+
+
+@pytest.fixture(scope="session")
+def slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSlot]:
+    held = ClusterSlot(tmp_path_factory.mktemp("state"))
+    yield held
+    held.clear()
+
+
+@pytest.fixture
+def pair(slot: ClusterSlot) -> RunningCluster:
+    """Two TP=1 replicas in float32, so that greedy tokens do not depend on what is batched together."""
+    return slot.get("--replicas", "2", "--dtype", "float32", "--max-model-len", "4096")
+
+
+@pytest.fixture
+def split(slot: ClusterSlot) -> RunningCluster:
+    """One replica of two tensor-parallel shards, on the padded checkpoint."""
+    return slot.get("--replicas", "1", "--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "4096")
+
+
+@pytest.fixture
+async def client(pair: RunningCluster) -> AsyncIterator[KvorumClient]:
+    async with pair.client() as opened:
+        yield opened
+
+
+@dataclass
+class Answer:
+    """A whole stream, put together."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    messages: list[common_pb2.GenerateResponse] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.texts.get(0, "")
+
+    @property
+    def served(self) -> common_pb2.Served:
+        return self.messages[0].served
+
+    @property
+    def usage(self) -> common_pb2.Usage:
+        return self.messages[-1].usage
+
+
+async def collect(client: KvorumClient, prompt: Any = None, **arguments: Any) -> Answer:
+    """Run one request to its end."""
+    answer = Answer()
+    async for message in client.generate(prompt, **arguments):
+        answer.messages.append(message)
+        for choice in message.choices:
+            answer.texts[choice.index] = answer.texts.get(choice.index, "") + choice.text
+            answer.tokens.setdefault(choice.index, []).extend(choice.token_ids)
+            if choice.finish_reason:
+                answer.finish[choice.index] = choice.finish_reason
+    return answer
+
+
+@contextmanager
+def eventually(timeout_s: float = 10.0) -> Iterator[Callable[[Callable[[], bool]], None]]:
+    """`with eventually() as check: check(lambda: ...)`: poll a condition to its deadline."""
+
+    def check(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"condition not met within {timeout_s} s"
+            time.sleep(0.1)
+
+    yield check

@@ -1,0 +1,127 @@
+"""Kill -9 of any process: the status shows it, it comes back as a fresh epoch, nothing is orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster import processes
+from protos import common_pb2
+from protos.errors import KvorumError
+from tests.e2e.conftest import RunningCluster, collect
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+
+
+def _replica(shown: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(r for r in shown["replicas"] if r["replica"] == name)
+    return found
+
+
+def _victim(replica: dict[str, Any], kind: str) -> int:
+    return int({"shard": replica["shards"][0]["pid"], "core": replica["engine_core_pid"], "replica": replica["pid"]}[kind])
+
+
+@pytest.mark.parametrize("kind", ["shard", "core", "replica"])
+async def test_a_killed_part_of_a_replica_comes_back_under_traffic(pair: RunningCluster, kind: str) -> None:
+    before = pair.wait(_all_ready, "ready cluster")
+    victim = _replica(before, "replica-0")
+    old = [victim["pid"], victim["engine_core_pid"], *(shard["pid"] for shard in victim["shards"])]
+    assert all(psutil.pid_exists(pid) for pid in old)
+
+    stop = asyncio.Event()
+    traffic = asyncio.create_task(_traffic(pair, stop))
+    await asyncio.sleep(1.0)
+    os.kill(_victim(victim, kind), signal.SIGKILL)
+    noticed = await asyncio.to_thread(
+        pair.wait, lambda s: _replica(s, "replica-0").get("epoch") != victim["epoch"] or not _all_ready(s), "notice", 20
+    )
+    assert _replica(noticed, "replica-0")["last_error"] or _replica(noticed, "replica-0")["restarts"]
+    after = await asyncio.to_thread(pair.wait, _all_ready, "recovered replica")
+    stop.set()
+    completed, broken = await traffic
+
+    fresh = _replica(after, "replica-0")
+    assert fresh["epoch"] != victim["epoch"]
+    assert fresh["restarts"] == victim.get("restarts", 0) + 1
+    assert not [pid for pid in old if psutil.pid_exists(pid)], "processes of the dead epoch are still there"
+    assert completed > 0
+    # Streams under way at the dead replica end with a reason, never as if they had finished.
+    assert all(error.reason in (common_pb2.REPLICA_LOST, common_pb2.NO_REPLICA_READY) for error in broken)
+    async with pair.client() as client:
+        served = {(await collect(client, f"Again {i}", max_tokens=2)).served.replica for i in range(8)}
+    assert served == {"replica-0", "replica-1"}
+
+
+async def test_a_killed_router_comes_back_at_its_address(pair: RunningCluster) -> None:
+    before = pair.wait(_all_ready, "ready cluster")
+    (router,) = before["routers"]
+    os.kill(router["pid"], signal.SIGKILL)
+    after = await asyncio.to_thread(
+        pair.wait, lambda s: s["routers"][0].get("alive") and s["routers"][0]["pid"] != router["pid"], "new router", 60
+    )
+    assert after["routers"][0]["address"] == router["address"]
+    async with pair.client() as client:
+        for _ in range(50):
+            try:
+                answer = await collect(client, "Hello", max_tokens=2, timeout=20)
+                break
+            except KvorumError as error:
+                assert error.reason in (common_pb2.NO_REPLICA_READY, common_pb2.REPLICA_LOST)
+                await asyncio.sleep(0.2)
+        assert answer.tokens[0]
+
+
+async def test_a_killed_controller_adopts_what_runs(pair: RunningCluster) -> None:
+    before = pair.wait(_all_ready, "ready cluster")
+    os.kill(before["controller_pid"], signal.SIGKILL)
+    async with pair.client() as client:  # the data plane does not notice
+        assert (await collect(client, "Hello", max_tokens=2, timeout=20)).tokens[0]
+    after = await asyncio.to_thread(_status_again, pair, before["controller_pid"])
+    assert [r["epoch"] for r in after["replicas"]] == [r["epoch"] for r in before["replicas"]]
+    assert after["routers"][0]["pid"] == before["routers"][0]["pid"]
+    assert {p.pid for p in processes.leftovers(pair.state.id)} >= {r["pid"] for r in after["replicas"]}
+
+
+def _status_again(pair: RunningCluster, old_controller: int) -> dict[str, Any]:
+    """The admin API is away while the controller restarts; `status` says so until it is back."""
+    import json
+    import time
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done = pair.cli("status", "--name", pair.name, "--json")
+        if done.returncode == 0:
+            shown: dict[str, Any] = json.loads(done.stdout)
+            if shown["controller_pid"] != old_controller and _all_ready(shown):
+                return shown
+        time.sleep(0.3)
+    raise AssertionError(f"no controller within 60 s: {done.stdout} {done.stderr}")
+
+
+async def _traffic(pair: RunningCluster, stop: asyncio.Event) -> tuple[int, list[KvorumError]]:
+    completed, broken = 0, []
+
+    async def stream(lane: int) -> None:
+        nonlocal completed
+        while not stop.is_set():
+            try:
+                answer = await collect(client, f"Lane {lane}", max_tokens=24, ignore_eos=True, timeout=60)
+                assert len(answer.tokens[0]) == 24
+                completed += 1
+            except KvorumError as error:
+                broken.append(error)
+                await asyncio.sleep(0.2)
+
+    async with pair.client() as client:
+        await asyncio.gather(*(stream(lane) for lane in range(4)))
+    return completed, broken
+
+
+def _all_ready(shown: dict[str, Any]) -> bool:
+    return all(r["state"] == "READY" and all(s.get("alive") for s in r["shards"]) and r["shards"] for r in shown["replicas"])
