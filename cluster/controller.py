@@ -23,6 +23,7 @@ from cluster.watch import LoadWatch
 from protos import admin_pb2, common_pb2
 from workers.checkpoint import PreparedModel
 from workers.engine_args import resolve_device
+from workers.pinning import pin
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class ControllerActor:
         nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
         cores, gpus = (int(sum(node["Resources"].get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
         self._topology = fit(spec.config, cores, gpus, spec.device)
+        front_cores = self._topology.front_cores(len(nodes), cores)
+        pin(front_cores)
         self._server = await serve_admin(
             AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
         )
@@ -98,6 +101,7 @@ class ControllerActor:
             namespace=spec.namespace,
             ray_address=spec.ray_address,
             token=spec.token,
+            front_cores=front_cores,
             taken_cores=self._taken_cores,
             changed=self.touch,
         )
@@ -112,6 +116,7 @@ class ControllerActor:
             port=spec.router_port,
             admin_address=f"{spec.config.admin_host}:{spec.admin_port}",
             token=spec.token,
+            front_cores=front_cores,
         )
         for supervisor in self._supervisors:
             self._own(supervisor.run(), supervisor.record.name)

@@ -33,6 +33,15 @@ class Topology:
         """The placement group of one replica."""
         return [dict(self.bundle) for _ in range(self.ranks)]
 
+    def front_cores(self, nodes: int, cores: int) -> tuple[int, ...]:
+        """Cores that `allocate` will give to no shard, where one node has them all; else none.
+
+        A shard that is preempted by a router or a front end in mid-step delays all its streams.
+        """
+        if not self.cores_per_shard or nodes != 1:
+            return ()
+        return tuple(range(self.replicas * self.ranks * self.cores_per_shard, cores))
+
 
 def fit(config: ClusterConfig, cores: int, gpus: int = 0, device: str = "cpu") -> Topology:
     """The topology for a cluster with that many CPU cores and GPUs in all.

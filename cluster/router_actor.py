@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig
 from protos import admin_pb2
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
+from workers.pinning import pin
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,21 @@ class RouterActor:
     """The router's server inside an actor; the tokens never pass through Ray."""
 
     def __init__(
-        self, name: str, config: RouterConfig, telemetry: TelemetryConfig, controller_address: str, token: str
+        self,
+        name: str,
+        config: RouterConfig,
+        telemetry: TelemetryConfig,
+        controller_address: str,
+        token: str,
+        *,
+        front_cores: tuple[int, ...],
     ) -> None:
         from router.server import RouterServer  # noqa: PLC0415
         from router.tracing import TracingObserver  # noqa: PLC0415
         from telemetry.setup import configure  # noqa: PLC0415
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        pin(front_cores)
         self._telemetry = configure("kvorum.router", name, telemetry)
         self._server = RouterServer(
             config, controller_address, token, observer=TracingObserver(self._telemetry.tracer)
@@ -74,7 +83,15 @@ class RouterSupervisor:
     """Starts the router actor, and another whenever it dies."""
 
     def __init__(
-        self, name: str, config: ClusterConfig, *, namespace: str, port: int, admin_address: str, token: str
+        self,
+        name: str,
+        config: ClusterConfig,
+        *,
+        namespace: str,
+        port: int,
+        admin_address: str,
+        token: str,
+        front_cores: tuple[int, ...],
     ) -> None:
         self._name = name
         self._config = config
@@ -82,6 +99,7 @@ class RouterSupervisor:
         self._router_config = config.router.model_copy(update={"port": port})
         self._admin_address = admin_address
         self._token = token
+        self._front_cores = front_cores
         self._actor: Any = None
         self._info: RouterInfo | None = None
         self._stopping = False
@@ -157,4 +175,5 @@ class RouterSupervisor:
             self._admin_address,
             self._token,
         )
-        return ray.remote(RouterActor).options(**options).remote(*arguments)
+        actor = ray.remote(RouterActor).options(**options)
+        return actor.remote(*arguments, front_cores=self._front_cores)

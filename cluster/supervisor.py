@@ -58,6 +58,7 @@ class Surroundings:
     namespace: str
     ray_address: str
     token: str = field(repr=False)
+    front_cores: tuple[int, ...]
     taken_cores: Callable[[str], list[tuple[str, int]]]
     """(node id, core) pairs held by replicas other than the named one."""
     changed: Callable[[], None]
@@ -263,6 +264,7 @@ class ReplicaSupervisor:
             if slots
             else "none",
             slots=slots,
+            front_cores=self._around.front_cores,
         )
 
     async def _discard_epoch(self) -> None:

@@ -22,37 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tkvorum.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8e\x02\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ChatMessage\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x30\n\x0ftemplate_kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"X\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.kvorum.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.kvorum.v1.RequestOptionsB\x08\n\x06prompt\"\x9a\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.kvorum.v1.ChatPrompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.RequestOptions\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"W\n\x10TokenizeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x10\n\x08rendered\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ServedModel\"a\n\x0bServedModel\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x16\n\x0eready_replicas\x18\x02 \x01(\x05\x12\x16\n\x0eknown_replicas\x18\x03 \x01(\x05\x32\xa1\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvorum.v1.GenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.kvorum.v1.ChatRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvorum.v1.TokenizeRequest\x1a\x1b.kvorum.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.kvorum.v1.ListModelsRequest\x1a\x1d.kvorum.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xe6\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"X\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.kvorum.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.kvorum.v1.RequestOptionsB\x08\n\x06prompt\"\x9a\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.kvorum.v1.ChatPrompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.RequestOptions\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"W\n\x10TokenizeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x10\n\x08rendered\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ServedModel\"a\n\x0bServedModel\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x16\n\x0eready_replicas\x18\x02 \x01(\x05\x12\x16\n\x0eknown_replicas\x18\x03 \x01(\x05\x32\xa1\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvorum.v1.GenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.kvorum.v1.ChatRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvorum.v1.TokenizeRequest\x1a\x1b.kvorum.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.kvorum.v1.ListModelsRequest\x1a\x1d.kvorum.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENIDS']._serialized_start=88
-  _globals['_TOKENIDS']._serialized_end=111
-  _globals['_CHATPROMPT']._serialized_start=114
-  _globals['_CHATPROMPT']._serialized_end=384
-  _globals['_REQUESTOPTIONS']._serialized_start=386
-  _globals['_REQUESTOPTIONS']._serialized_end=474
-  _globals['_GENERATEREQUEST']._serialized_start=477
-  _globals['_GENERATEREQUEST']._serialized_end=702
-  _globals['_CHATREQUEST']._serialized_start=705
-  _globals['_CHATREQUEST']._serialized_end=859
-  _globals['_TOKENIZEREQUEST']._serialized_start=862
-  _globals['_TOKENIZEREQUEST']._serialized_end=1015
-  _globals['_TOKENIZERESPONSE']._serialized_start=1017
-  _globals['_TOKENIZERESPONSE']._serialized_end=1104
-  _globals['_LISTMODELSREQUEST']._serialized_start=1106
-  _globals['_LISTMODELSREQUEST']._serialized_end=1125
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1127
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1187
-  _globals['_SERVEDMODEL']._serialized_start=1189
-  _globals['_SERVEDMODEL']._serialized_end=1286
-  _globals['_INFERENCE']._serialized_start=1289
-  _globals['_INFERENCE']._serialized_end=1578
+  _globals['_TOKENIDS']._serialized_start=58
+  _globals['_TOKENIDS']._serialized_end=81
+  _globals['_CHATPROMPT']._serialized_start=84
+  _globals['_CHATPROMPT']._serialized_end=314
+  _globals['_REQUESTOPTIONS']._serialized_start=316
+  _globals['_REQUESTOPTIONS']._serialized_end=404
+  _globals['_GENERATEREQUEST']._serialized_start=407
+  _globals['_GENERATEREQUEST']._serialized_end=632
+  _globals['_CHATREQUEST']._serialized_start=635
+  _globals['_CHATREQUEST']._serialized_end=789
+  _globals['_TOKENIZEREQUEST']._serialized_start=792
+  _globals['_TOKENIZEREQUEST']._serialized_end=945
+  _globals['_TOKENIZERESPONSE']._serialized_start=947
+  _globals['_TOKENIZERESPONSE']._serialized_end=1034
+  _globals['_LISTMODELSREQUEST']._serialized_start=1036
+  _globals['_LISTMODELSREQUEST']._serialized_end=1055
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1057
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1117
+  _globals['_SERVEDMODEL']._serialized_start=1119
+  _globals['_SERVEDMODEL']._serialized_end=1216
+  _globals['_INFERENCE']._serialized_start=1219
+  _globals['_INFERENCE']._serialized_end=1508
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,6 @@ The public API, served by the router."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from protos import common_pb2 as _common_pb2
 import builtins as _builtins
@@ -42,34 +41,41 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
+    """What the template may print comes as JSON text: the order of keys and 1 against 1.0 change the
+    tokens, and google.protobuf.Struct keeps neither. At most 64 levels of nesting each.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
-    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    template_kwargs_json: _builtins.str
+    """a JSON object, or empty"""
     add_generation_prompt: _builtins.bool
     """default true"""
     continue_final_message: _builtins.bool
+    """needs add_generation_prompt = false"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]: ...
-    @_builtins.property
-    def template_kwargs(self) -> _struct_pb2.Struct: ...
+    def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one JSON object each"""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
-        tools: _abc.Iterable[_struct_pb2.Struct] | None = ...,
-        template_kwargs: _struct_pb2.Struct | None = ...,
+        tools_json: _abc.Iterable[_builtins.str] | None = ...,
+        template_kwargs_json: _builtins.str = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "template_kwargs", b"template_kwargs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

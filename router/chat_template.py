@@ -19,13 +19,13 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-from google.protobuf import json_format, struct_pb2
 
 from protos import common_pb2
 from protos.errors import invalid
+from router.json_text import parse_arguments, parse_object
 
 MESSAGES = "chat.messages"
-TEMPLATE_KWARGS = "chat.template_kwargs"
+TEMPLATE_KWARGS = "chat.template_kwargs_json"
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Set by the router or by the model; a user's value would be ignored or break the call.
@@ -111,16 +111,17 @@ class ChatTemplate:
         if not known:
             roles = ", ".join(sorted(_ROLES))
             raise invalid(f"{MESSAGES}[{index}].role", f"'{role}' is not a role; one of: {roles}")
-        texts = [message.content]
+        texts = [message.content] if message.HasField("content") else []
         if role == "system":
-            texts = _without_billing_header(message.content)
+            texts = _without_billing_header(texts)
         content: Any = "\n".join(texts)
         if self._parts and role != "tool":  # tool results are strings in either format
             content = [{"type": "text", "text": text} for text in texts]
         parsed: Message = {"role": role, "content": content}
-        if role == "assistant" and message.tool_calls:
-            path = f"{MESSAGES}[{index}].tool_calls"
-            parsed["tool_calls"] = [_tool_call(path, call) for call in message.tool_calls]
+        if calls := _tool_calls(f"{MESSAGES}[{index}].tool_calls_json", message, role):
+            parsed["tool_calls"] = calls
+        if role == "assistant" and message.HasField("reasoning_content"):
+            parsed["reasoning"] = parsed["reasoning_content"] = message.reasoning_content
         if role == "tool" and message.HasField("tool_call_id"):
             parsed["tool_call_id"] = message.tool_call_id
         if message.HasField("name"):
@@ -159,44 +160,30 @@ class ChatTemplate:
         return rendered[:end].rstrip()  # the template trims, so the space before the mark is ours
 
 
-def struct_to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A Struct as JSON would have been read: whole numbers are ints.
-
-    A Struct keeps neither the order of keys nor the difference between 1 and 1.0.
-    """
-    whole: dict[str, Any] = _whole_numbers(json_format.MessageToDict(struct))
-    return whole
-
-
-def _whole_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-        return int(value)
-    return value
-
-
-def _without_billing_header(content: str) -> list[str]:
+def _without_billing_header(texts: list[str]) -> list[str]:
     """vLLM drops this line, whose value changes on every request and would defeat the prefix cache."""
-    if not content.startswith(_BILLING_HEADER):
-        return [content]
-    rest = content.partition("\n")[2]
+    if not texts or not texts[0].startswith(_BILLING_HEADER):
+        return texts
+    rest = texts[0].partition("\n")[2]
     return [rest] if rest else []
 
 
-def _tool_call(path: str, struct: struct_pb2.Struct) -> dict[str, Any]:
-    call = struct_to_dict(struct)
+def _tool_calls(path: str, message: common_pb2.ChatMessage, role: str) -> list[dict[str, Any]]:
+    """An assistant's calls as templates expect them; other roles have none, but theirs must be JSON too."""
+    texts = message.tool_calls_json
+    calls = [parse_object(f"{path}[{i}]", text) for i, text in enumerate(texts)]
+    if role != "assistant":
+        return []
+    return [_with_parsed_arguments(f"{path}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _with_parsed_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise invalid(path, "only calls of type 'function' with a function object are known")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None  # history that cannot be mended: vLLM goes on with none too
+        arguments = parse_arguments(f"{path}.function.arguments", arguments)
     function["arguments"] = arguments if isinstance(arguments, dict) else {}
     return call
 

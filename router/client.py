@@ -11,6 +11,7 @@ Every failure is a `protos.errors.KvorumError` with its reason, field violations
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -19,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import json_format
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.channels import ClientTls, bearer, open_channel
@@ -76,7 +77,7 @@ class KvorumClient:
         """Stream what follows a text, token ids, or a chat; closing the iterator cancels the request.
 
         Args:
-            prompt: text or token ids; or give `messages`, dicts with role and content.
+            prompt: text or token ids; or give `messages`, with tools and template_kwargs: see `chat_prompt`.
             timeout: seconds for the whole stream.
             sampling: fields of `SamplingParams` by name, such as temperature=0, max_tokens=64,
                 stop=["\\n"], logit_bias={5: -100.0}, structured=StructuredOutput(regex="[0-9]+").
@@ -253,30 +254,43 @@ def chat_prompt(
     tools: Iterable[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> inference_pb2.ChatPrompt:
-    """Messages as OpenAI's API writes them, as a ChatPrompt.
+    """Messages, tools and calls as OpenAI's API writes them, as a ChatPrompt; keys keep their order.
+
+    A message's `content` may be None; its `reasoning_content` may also be called `reasoning`.
 
     Raises:
-        ValueError: a message has a key that ChatMessage does not know.
+        ValueError: a message has a key that ChatMessage does not know, or a value is no JSON object.
     """
     chat = inference_pb2.ChatPrompt()
-    for message in messages:
+    for i, message in enumerate(messages):
         if isinstance(message, common_pb2.ChatMessage):
             chat.messages.append(message)
-            continue
-        try:
-            json_format.ParseDict(dict(message), chat.messages.add())
-        except json_format.ParseError as error:
-            raise ValueError(f"messages[{len(chat.messages) - 1}]: {error}") from None
-    chat.tools.extend(_struct(tool) for tool in tools)
+        else:
+            chat.messages.append(_message(f"messages[{i}]", message))
+    chat.tools_json.extend(_json(f"tools[{i}]", tool) for i, tool in enumerate(tools))
     if template_kwargs:
-        chat.template_kwargs.CopyFrom(_struct(template_kwargs))
+        chat.template_kwargs_json = _json("template_kwargs", template_kwargs)
     return chat
 
 
-def _struct(plain: Mapping[str, Any]) -> struct_pb2.Struct:
-    struct = struct_pb2.Struct()
-    struct.update(dict(plain))
-    return struct
+def _message(path: str, plain: Mapping[str, Any]) -> common_pb2.ChatMessage:
+    fields = {key: value for key, value in plain.items() if value is not None}
+    calls = fields.pop("tool_calls", ())
+    if "reasoning" in fields:  # vLLM's newer name; where both are given it counts
+        fields["reasoning_content"] = fields.pop("reasoning")
+    try:
+        message: common_pb2.ChatMessage = json_format.ParseDict(fields, common_pb2.ChatMessage())
+    except json_format.ParseError as error:
+        raise ValueError(f"{path}: {error}") from None
+    message.tool_calls_json.extend(_json(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls))
+    return message
+
+
+def _json(path: str, plain: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(plain), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not a JSON object: {error}") from None
 
 
 def _sampling(fields: Mapping[str, Any]) -> common_pb2.SamplingParams:

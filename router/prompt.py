@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from google.protobuf import json_format
+from typing import TypeVar
 
 from protos import common_pb2, inference_pb2
 from protos.errors import invalid
+from router.json_text import parse_object
 from router.membership import Tokenizer
 
 INLINE_CHARS = 2048
@@ -46,27 +45,25 @@ async def from_chat(chat: inference_pb2.ChatPrompt, tokenizer: Tokenizer, *, fie
     """Render the chat template and tokenise.
 
     Raises:
-        KvorumError: INVALID_ARGUMENT when there is no message or the template refuses them.
+        KvorumError: INVALID_ARGUMENT when there is no message, a JSON field does not hold an object, or
+            the template refuses them.
     """
     if not chat.messages:
         raise invalid(f"{field}.messages", "there is no message", common_pb2.PROMPT_EMPTY)
 
     def encode() -> tuple[list[int], str]:
+        tools = [parse_object(f"{field}.tools_json[{i}]", tool) for i, tool in enumerate(chat.tools_json)]
+        kwargs = chat.template_kwargs_json
         return tokenizer.encode_chat(
             chat.messages,
-            tools=[_plain(tool) for tool in chat.tools] or None,
-            template_kwargs=_plain(chat.template_kwargs),
+            tools=tools or None,
+            template_kwargs=parse_object(f"{field}.template_kwargs_json", kwargs) if kwargs else None,
             add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
         )
 
     ids, rendered = await _near(chat.ByteSize(), encode)
     return Prompt(ids, f"{field}.messages", rendered)
-
-
-def _plain(struct: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = json_format.MessageToDict(struct)
-    return plain
 
 
 async def _near(size: int, work: Callable[[], _T]) -> _T:

@@ -9,15 +9,14 @@ Each check raises KvorumError with INVALID_ARGUMENT and the path of the field in
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import grpc
 
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError, invalid
+from router.json_text import parse_object
 
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARS = 1024
@@ -26,8 +25,6 @@ MAX_LIST_ITEMS = 1024
 """Of stop token ids, bad words and choices."""
 MAX_REQUEST_ID_CHARS = 128
 MAX_SCHEMA_CHARS = 256 * 1024
-MAX_JSON_NESTING = 64
-"""vLLM's MAX_STRUCTURED_OUTPUT_JSON_NESTING."""
 
 _GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 _ENGINE_MAX_TEMPERATURE = 2.0
@@ -106,7 +103,8 @@ def structured(output: common_pb2.StructuredOutput) -> None:
     if kind is None:
         raise invalid("sampling.structured", "set one of json_schema, regex, choice, grammar, json_object")
     if kind == "json_schema":
-        _json_schema(field, output.json_schema)
+        _short(field, output.json_schema)
+        parse_object(field, output.json_schema)
     elif kind == "choice":
         options_ = output.choice.option
         if not options_:
@@ -198,28 +196,3 @@ def _token_ids(field: str, ids: Iterable[int], model: common_pb2.ModelInfo, most
 def _short(field: str, text: str) -> None:
     if len(text) > MAX_SCHEMA_CHARS:
         raise invalid(field, f"has {len(text)} characters, at most {MAX_SCHEMA_CHARS}")
-
-
-def _json_schema(field: str, text: str) -> None:
-    _short(field, text)
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise invalid(field, f"is not JSON: {error}") from None
-    except RecursionError:
-        raise invalid(field, f"nests deeper than {MAX_JSON_NESTING} levels") from None
-    if not isinstance(schema, dict):
-        raise invalid(field, f"must be a JSON object, got {type(schema).__name__}")
-    if _nests_deeper(schema, MAX_JSON_NESTING):
-        raise invalid(field, f"nests deeper than {MAX_JSON_NESTING} levels")
-
-
-def _nests_deeper(document: Any, most: int) -> bool:
-    """Whether objects and arrays nest more than `most` levels; breadth first, so without recursion."""
-    level = [document]
-    for _ in range(most):
-        children = (n.values() if isinstance(n, dict) else n for n in level)
-        level = [child for group in children for child in group if isinstance(child, dict | list)]
-        if not level:
-            return False
-    return True

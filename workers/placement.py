@@ -36,6 +36,8 @@ class ReplicaPlacement:
     device: Literal["cpu", "cuda"]
     collective: Collective
     slots: tuple[ShardSlot, ...]
+    front_cores: tuple[int, ...] = ()
+    """Cores no shard is pinned to, for the processes around the engine; empty: wherever the OS likes."""
 
     def to_config(self) -> dict[str, Any]:
         """As JSON-able values, for `additional_config`."""
@@ -44,7 +46,7 @@ class ReplicaPlacement:
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> ReplicaPlacement:
         slots = tuple(ShardSlot(**{**slot, "cores": tuple(slot["cores"])}) for slot in values["slots"])
-        return cls(**{**values, "slots": slots})
+        return cls(**{**values, "slots": slots, "front_cores": tuple(values["front_cores"])})
 
     def shard_name(self, rank: int) -> str:
         """Ray actor name of a rank, unique per epoch."""

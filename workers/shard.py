@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
+from workers.pinning import pin
 from workers.placement import Collective, ShardInfo
-from workers.queues import sleep_instead_of_spinning
+from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
 
 
 class Shard(RayWorkerProc):
@@ -47,7 +47,7 @@ class Shard(RayWorkerProc):
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         super()._init_message_queues(input_shm_handle, vllm_config)
         if not self._spin:
-            sleep_instead_of_spinning(self.rpc_broadcast_mq)
+            sleep_instead_of_spinning(self.rpc_broadcast_mq, SHARD_SPIN_S)
 
     @ray.method(concurrency_group="health")
     def describe(self) -> ShardInfo:
@@ -70,23 +70,6 @@ class Shard(RayWorkerProc):
             super()._execute_worker_rpc(rpc_request)
         finally:
             self._step_started = 0.0
-
-
-def pin(cores: tuple[int, ...], *, absolute: bool = False) -> tuple[int, ...]:
-    """Pin every thread of this process; returns the OS CPU numbers.
-
-    `cores` are indices into the CPUs this process may use, or CPU numbers when `absolute`.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    wanted = cores if absolute else tuple(allowed[index % len(allowed)] for index in cores)
-    if not wanted:
-        return ()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), wanted)
-        except ProcessLookupError:  # that thread has just ended
-            continue
-    return wanted
 
 
 def _keep_off_shared_memory() -> None:

@@ -25,4 +25,6 @@ def running(name: str, *flags: str) -> Iterator[ClusterState]:
         try:
             yield ClusterState.model_validate_json(Path(folder, f"{name}.json").read_text())
         finally:
-            subprocess.run([*kvorum, "down", "--name", name, "--grace", "1"], env=environ, cwd=ROOT, check=True)
+            subprocess.run(
+                [*kvorum, "down", "--name", name, "--grace", "1"], env=environ, cwd=ROOT, check=True
+            )

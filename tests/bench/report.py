@@ -15,7 +15,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Mapping[str, float]) -> None:
+def report(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Mapping[str, float]
+) -> None:
     """Print the table and the figures; write the figures with the machine and the commit."""
     console = Console()
     table = Table(*columns, title=title, title_justify="left")
@@ -35,7 +37,11 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
 def machine() -> dict[str, str | int | float]:
     """What a reader needs to compare figures."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.processor(),
     )
     return {
@@ -51,6 +57,10 @@ def machine() -> dict[str, str | int | float]:
 def commit() -> str:
     """The commit, marked when the tree has changes."""
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or "unknown"

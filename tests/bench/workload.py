@@ -25,7 +25,10 @@ class Round:
     def prompts(self) -> list[list[int]]:
         """Different in every round, so that no side profits from a warm prefix cache."""
         generator = random.Random(self.seed)
-        return [[generator.randrange(100, 40_000) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
+        return [
+            [generator.randrange(100, 40_000) for _ in range(self.prompt_tokens)]
+            for _ in range(self.requests)
+        ]
 
 
 @dataclass(frozen=True)

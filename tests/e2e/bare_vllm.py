@@ -23,7 +23,9 @@ def main(model: str, out: str) -> None:
     )
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=2)
     answers = []
-    for prompt in PROMPTS:  # one at a time: the reference is what the model says, not what a batch makes of it
+    for (
+        prompt
+    ) in PROMPTS:  # one at a time: the reference is what the model says, not what a batch makes of it
         (result,) = engine.generate([prompt], params, use_tqdm=False)
         answers.append({"ids": list(result.outputs[0].token_ids), "text": result.outputs[0].text})
     Path(out).write_text(json.dumps(answers))

@@ -68,7 +68,9 @@ class RunningCluster:
         """A gRPC client of its router."""
         return KvorumClient(*self.state.router_addresses)
 
-    def wait(self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 150) -> dict[str, Any]:
+    def wait(
+        self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 150
+    ) -> dict[str, Any]:
         """Poll the status until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -123,7 +125,9 @@ def pair(slot: ClusterSlot) -> RunningCluster:
 @pytest.fixture
 def split(slot: ClusterSlot) -> RunningCluster:
     """One replica of two tensor-parallel shards, on the padded checkpoint."""
-    return slot.get("--replicas", "1", "--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "4096")
+    return slot.get(
+        "--replicas", "1", "--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "4096"
+    )
 
 
 @pytest.fixture

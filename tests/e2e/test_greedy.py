@@ -31,13 +31,17 @@ def reference(slot: ClusterSlot, tmp_path_factory: pytest.TempPathFactory) -> Re
     environ = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     command = [sys.executable, "-m", "tests.e2e.bare_vllm", str(prepare("smollm2").path), str(out)]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=environ, cwd=root, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answers: Reference = json.loads(out.read_text())
     return answers
 
 
-async def test_tp2_on_the_padded_checkpoint_equals_bare_vllm(reference: Reference, split: RunningCluster) -> None:
+async def test_tp2_on_the_padded_checkpoint_equals_bare_vllm(
+    reference: Reference, split: RunningCluster
+) -> None:
     (replica,) = split.status()["replicas"]
     assert len(replica["shards"]) == 2
     assert {shard["collective"] for shard in replica["shards"]} == {"shm"}

@@ -24,7 +24,11 @@ def _replica(shown: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _victim(replica: dict[str, Any], kind: str) -> int:
-    return int({"shard": replica["shards"][0]["pid"], "core": replica["engine_core_pid"], "replica": replica["pid"]}[kind])
+    return int(
+        {"shard": replica["shards"][0]["pid"], "core": replica["engine_core_pid"], "replica": replica["pid"]}[
+            kind
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", ["shard", "core", "replica"])
@@ -39,7 +43,10 @@ async def test_a_killed_part_of_a_replica_comes_back_under_traffic(pair: Running
     await asyncio.sleep(1.0)
     os.kill(_victim(victim, kind), signal.SIGKILL)
     noticed = await asyncio.to_thread(
-        pair.wait, lambda s: _replica(s, "replica-0").get("epoch") != victim["epoch"] or not _all_ready(s), "notice", 20
+        pair.wait,
+        lambda s: _replica(s, "replica-0").get("epoch") != victim["epoch"] or not _all_ready(s),
+        "notice",
+        20,
     )
     assert _replica(noticed, "replica-0")["last_error"] or _replica(noticed, "replica-0")["restarts"]
     after = await asyncio.to_thread(pair.wait, _all_ready, "recovered replica")
@@ -63,7 +70,10 @@ async def test_a_killed_router_comes_back_at_its_address(pair: RunningCluster) -
     (router,) = before["routers"]
     os.kill(router["pid"], signal.SIGKILL)
     after = await asyncio.to_thread(
-        pair.wait, lambda s: s["routers"][0].get("alive") and s["routers"][0]["pid"] != router["pid"], "new router", 60
+        pair.wait,
+        lambda s: s["routers"][0].get("alive") and s["routers"][0]["pid"] != router["pid"],
+        "new router",
+        60,
     )
     assert after["routers"][0]["address"] == router["address"]
     async with pair.client() as client:
@@ -124,4 +134,7 @@ async def _traffic(pair: RunningCluster, stop: asyncio.Event) -> tuple[int, list
 
 
 def _all_ready(shown: dict[str, Any]) -> bool:
-    return all(r["state"] == "READY" and all(s.get("alive") for s in r["shards"]) and r["shards"] for r in shown["replicas"])
+    return all(
+        r["state"] == "READY" and all(s.get("alive") for s in r["shards"]) and r["shards"]
+        for r in shown["replicas"]
+    )

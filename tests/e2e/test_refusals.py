@@ -35,18 +35,30 @@ def _structured(**constraint: Any) -> dict[str, Any]:
         pytest.param("word " * 6000, {}, INVALID, "text", id="text longer than the context"),
         pytest.param(HELLO, {"max_tokens": 5000}, INVALID, "sampling.max_tokens", id="max_tokens too large"),
         pytest.param(HELLO, {"max_tokens": 0}, INVALID, "sampling.max_tokens", id="max_tokens zero"),
-        pytest.param(HELLO, {"temperature": -1.0}, INVALID, "sampling.temperature", id="negative temperature"),
-        pytest.param(HELLO, {"temperature": float("nan")}, INVALID, "sampling.temperature", id="temperature NaN"),
+        pytest.param(
+            HELLO, {"temperature": -1.0}, INVALID, "sampling.temperature", id="negative temperature"
+        ),
+        pytest.param(
+            HELLO, {"temperature": float("nan")}, INVALID, "sampling.temperature", id="temperature NaN"
+        ),
         pytest.param(HELLO, {"top_p": 0.0}, INVALID, "sampling.top_p", id="top_p zero"),
         pytest.param(HELLO, {"n": 17}, INVALID, "sampling.n", id="n over the limit"),
         pytest.param(HELLO, {"logprobs": 1000}, INVALID, "sampling.logprobs", id="too many logprobs"),
         pytest.param(HELLO, {"lora": "no-such"}, grpc.StatusCode.NOT_FOUND, None, id="unknown adapter"),
         pytest.param(HELLO, _structured(regex="(unclosed"), INVALID, "sampling.structured", id="bad regex"),
-        pytest.param(HELLO, _structured(json_schema="{not json"), INVALID, "sampling.structured", id="schema not JSON"),
         pytest.param(
-            HELLO, _structured(json_schema='{"type": "nonsense"}'), INVALID, "sampling.structured", id="bad schema"
+            HELLO, _structured(json_schema="{not json"), INVALID, "sampling.structured", id="schema not JSON"
         ),
-        pytest.param(HELLO, _structured(grammar="root ::= ("), INVALID, "sampling.structured", id="bad grammar"),
+        pytest.param(
+            HELLO,
+            _structured(json_schema='{"type": "nonsense"}'),
+            INVALID,
+            "sampling.structured",
+            id="bad schema",
+        ),
+        pytest.param(
+            HELLO, _structured(grammar="root ::= ("), INVALID, "sampling.structured", id="bad grammar"
+        ),
     ],
 )
 async def test_bad_input_is_refused_precisely(

@@ -50,7 +50,9 @@ async def test_token_ids_give_the_same_answer_as_their_text(client: KvorumClient
 
 
 async def test_n_sequences_are_told_apart_by_their_index(client: KvorumClient) -> None:
-    answer = await collect(client, "Once upon a time", n=3, max_tokens=6, temperature=1.0, seed=7, ignore_eos=True)
+    answer = await collect(
+        client, "Once upon a time", n=3, max_tokens=6, temperature=1.0, seed=7, ignore_eos=True
+    )
     assert sorted(answer.tokens) == [0, 1, 2]
     assert all(len(tokens) == 6 for tokens in answer.tokens.values())
     assert answer.usage.completion_tokens == 18
@@ -58,13 +60,16 @@ async def test_n_sequences_are_told_apart_by_their_index(client: KvorumClient) -
 
 async def test_a_seed_makes_sampling_repeatable(client: KvorumClient) -> None:
     first, second = [
-        await collect(client, "My favourite colour is", max_tokens=10, temperature=0.9, seed=42) for _ in range(2)
+        await collect(client, "My favourite colour is", max_tokens=10, temperature=0.9, seed=42)
+        for _ in range(2)
     ]
     assert first.tokens == second.tokens
 
 
 async def test_logprobs_come_with_every_token_and_for_the_prompt(client: KvorumClient) -> None:
-    answer = await collect(client, "One two three", max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=1)
+    answer = await collect(
+        client, "One two three", max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=1
+    )
     positions = [p for m in answer.messages for c in m.choices for p in c.logprobs]
     assert len(positions) == len(answer.tokens[0])
     for position, token in zip(positions, answer.tokens[0], strict=True):
@@ -103,7 +108,9 @@ async def test_structured_output_obeys_regex_choice_and_schema(client: KvorumCli
     assert set(json.loads(answer.text)) == {"ok", "n"}
 
 
-async def test_a_repeated_long_prompt_is_found_in_the_cache(client: KvorumClient, pair: RunningCluster) -> None:
+async def test_a_repeated_long_prompt_is_found_in_the_cache(
+    client: KvorumClient, pair: RunningCluster
+) -> None:
     prompt = " ".join(f"Item {i} of the list." for i in range(160))
     answers = [await collect(client, prompt, max_tokens=2, temperature=0) for _ in range(6)]
     assert answers[0].usage.prompt_tokens > 512
@@ -117,7 +124,9 @@ async def test_a_cache_salt_keeps_tenants_apart(client: KvorumClient) -> None:
     prompt = " ".join(f"Clause {i} of the contract." for i in range(120))
     for _ in range(4):
         await collect(client, prompt, max_tokens=2, temperature=0, cache_salt="tenant-a")
-    other = [await collect(client, prompt, max_tokens=2, temperature=0, cache_salt=f"tenant-{i}") for i in range(3)]
+    other = [
+        await collect(client, prompt, max_tokens=2, temperature=0, cache_salt=f"tenant-{i}") for i in range(3)
+    ]
     assert [answer.usage.cached_tokens for answer in other] == [0, 0, 0]
 
 
@@ -158,7 +167,9 @@ async def test_many_streams_at_once_all_finish(client: KvorumClient) -> None:
     assert {answer.served.replica for answer in answers} == {"replica-0", "replica-1"}
 
 
-async def test_models_health_and_reflection_tell_the_truth(client: KvorumClient, pair: RunningCluster) -> None:
+async def test_models_health_and_reflection_tell_the_truth(
+    client: KvorumClient, pair: RunningCluster
+) -> None:
     (model,) = await client.list_models()
     assert (model.info.name, model.ready_replicas, model.info.max_model_len) == ("smollm2", 2, 4096)
     async with grpc.aio.insecure_channel(pair.state.router_addresses[0]) as channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import admin_pb2, common_pb2
+from protos import admin_pb2, common_pb2, inference_pb2
+from protos.errors import KvorumError
+from router import prompt as prompts
+from router.client import chat_prompt
 from router.tokenizer import Tokenizer
 from workers.checkpoint import CheckpointError, PreparedModel, prepare
 from workers.tokenizer_bundle import build_bundle
@@ -53,6 +57,66 @@ CHATS = [
     [("system", "x-anthropic-billing-header: cch=1\nBe brief."), ("user", "Hi")],
     [("user", "Use the tool"), ("tool", "4")],
     *([("user", text)] for text in TEXTS[3:18]),
+]
+
+
+TOOL_TEMPLATE = """
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}
+{% endfor %}{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m | tojson }}
+{%- if m.content is none %}null{% elif m.content is string %}"{{ m.content }}"{% endif %}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}|{{ key }}={{ value | tojson }}{% endfor %}
+{%- endfor %}{{ m.reasoning or "no" }}{{ m.reasoning_content or "no" }}
+{% endfor %}{{ budget | default(0) }}{{ extra | default({}) | tojson }}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "strict": True,
+            "name": "züge_日本",
+            "parameters": {
+                "type": "object",
+                "required": ["z", "a"],
+                "properties": {
+                    "z": {"type": "number", "minimum": 1.0, "maximum": 1e22, "default": 2},
+                    "a": {"type": "integer", "enum": [1, 1.0, -0.0, 2**63, 0.1, None, True]},
+                    "": {"description": '<&> "quoted" \n 🙂 \u2028 \x7f'},
+                },
+            },
+            "description": "",
+        },
+    },
+    {"function": {"name": "f", "b": {"d": [], "c": {}}}, "type": "function"},
+]
+
+
+def calling(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments} if arguments is not ... else {"name": "f"}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], **more}
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}, calling('{"z": 1.0, "a": {"y": 2, "x": [1e5, null]}, "é": "<🙂>"}')],
+    [
+        calling({"z": 1, "a": 2.0}, content="", name="Bob"),
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ],
+    [
+        calling(""),
+        calling("{broken"),
+        calling("[1]"),
+        calling("null"),
+        calling(None),
+        calling(7),
+        calling(...),
+    ],
+    [calling('{"a": NaN, "b": 1e999, "c": "\\ud83d\\ude42"}', reasoning="so: ", content="then")],
+    [{"role": "assistant", "content": None, "reasoning": "", "tool_calls": []}],
+    [{"role": role, "content": None} for role in ("system", "user", "assistant", "tool")],
+    [{"role": "user", "content": "x", "reasoning": "not shown", "name": "Ann"}],
+    [{"role": "user", "content": "x"}, {"role": "developer", "content": None}],
 ]
 
 
@@ -179,6 +243,62 @@ def test_a_template_over_content_parts_is_recognised_and_equal(
         prompt["prompt_token_ids"],
         prompt["prompt"],
     )
+
+
+@pytest.mark.parametrize("content_format", ["string", "openai"])
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
+async def test_tools_and_calls_over_the_wire_give_the_tokens_of_vllms_renderer(
+    prepared: PreparedModel,
+    renderer: Any,
+    conversation: list[dict[str, Any]],
+    continued: bool,
+    content_format: Any,
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers import ChatParams
+
+    bundle = admin_pb2.TokenizerBundle.FromString(prepared.bundle.read_bytes())
+    bundle.chat_template, bundle.content_format = TOOL_TEMPLATE, content_format
+    kwargs = {"budget": 1.0, "extra": {"b": 1, "a": 1.0}, "unused": 1}
+    how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    sent = chat_prompt(conversation, TOOLS, kwargs)
+    sent.add_generation_prompt, sent.continue_final_message = not continued, continued
+    received = inference_pb2.ChatPrompt.FromString(sent.SerializeToString())
+    params = ChatParams(
+        chat_template=TOOL_TEMPLATE,
+        chat_template_content_format=content_format,
+        chat_template_kwargs={**kwargs, **how, "tools": TOOLS, "tokenize": False},
+    )
+    tokenizer = Tokenizer.from_bundle(bundle)
+    their_messages = copy.deepcopy(conversation)  # vLLM writes the parsed arguments into them
+    final = conversation[-1]
+    if continued and content_format == "openai" and (final["role"], final["content"]) == ("assistant", None):
+        with pytest.raises(VLLMValidationError, match="any text to continue"):
+            renderer.render_chat([their_messages], params)
+        with pytest.raises(KvorumError, match=r"INVALID_ARGUMENT.*no text to continue"):
+            await prompts.from_chat(received, tokenizer)
+        return
+    _, (theirs,) = renderer.render_chat([their_messages], params)
+    ours = await prompts.from_chat(received, tokenizer)
+    assert ours.rendered == theirs["prompt"]
+    assert ours.ids == theirs["prompt_token_ids"]
+
+
+def test_a_final_message_is_not_continued_behind_a_generation_prompt_as_in_vllm(
+    tokenizer: Tokenizer, renderer: Any
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers import ChatParams
+
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    with pytest.raises(VLLMValidationError, match="not compatible"):
+        renderer.render_chat(
+            [as_dicts(CHATS[0])], ChatParams(chat_template_kwargs={**both, "tokenize": False})
+        )
+    with pytest.raises(KvorumError) as caught:
+        tokenizer.render_chat(said(CHATS[0]), add_generation_prompt=True, continue_final_message=True)
+    assert caught.value.violations[0].field == "chat.continue_final_message"
 
 
 def test_a_folder_without_chat_template_gives_an_empty_one(prepared: PreparedModel, tmp_path: Path) -> None:

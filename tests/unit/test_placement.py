@@ -57,7 +57,9 @@ def test_gpus_bound_the_replicas_on_cuda() -> None:
     replicas=st.none() | st.integers(1, 16),
     ranks=st.integers(1, 8),
 )
-def test_a_topology_never_needs_more_cores_than_there_are(cores: int, replicas: int | None, ranks: int) -> None:
+def test_a_topology_never_needs_more_cores_than_there_are(
+    cores: int, replicas: int | None, ranks: int
+) -> None:
     try:
         topology = fit(_config(replicas=replicas, tensor_parallel_size=ranks), cores)
     except PlacementError:

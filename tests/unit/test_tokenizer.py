@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import transformers
-from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -19,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from protos import admin_pb2, common_pb2
 from protos.errors import KvorumError
-from router.chat_template import struct_to_dict
+from router.client import chat_prompt
 from router.tokenizer import Tokenizer
 
 CHATML = (
@@ -93,6 +92,11 @@ def from_reference(reference: Any, template: str = CHATML, content_format: str =
 
 def said(*turns: tuple[str, str]) -> list[common_pb2.ChatMessage]:
     return [common_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+
+
+def called(arguments: str) -> common_pb2.ChatMessage:
+    call = json.dumps({"function": {"name": "f", "arguments": arguments}})
+    return common_pb2.ChatMessage(role="assistant", tool_calls_json=[call])
 
 
 def as_dicts(messages: list[common_pb2.ChatMessage]) -> list[dict[str, Any]]:
@@ -183,11 +187,9 @@ def test_tools_calls_and_template_arguments_render_as_in_transformers(reference:
         "id": "1",
         "function": {"name": "f", "arguments": '{"z": 1, "a": "<ü>"}'},
     }
-    struct = struct_pb2.Struct()
-    struct.update(call)
     messages = [
         common_pb2.ChatMessage(role="user", content="hi", name="Ann"),
-        common_pb2.ChatMessage(role="assistant", tool_calls=[struct]),
+        common_pb2.ChatMessage(role="assistant", tool_calls_json=[json.dumps(call)]),
         common_pb2.ChatMessage(role="tool", content="4", tool_call_id="1"),
     ]
     parsed = {**call, "function": {"name": "f", "arguments": {"z": 1, "a": "<ü>"}}}
@@ -218,13 +220,8 @@ def test_templates_that_iterate_over_content_get_parts(reference: Any) -> None:
     assert tokenizer.render_chat(said(("user", "a"), ("user", ""))) == "[user|text|a][user|text|]"
 
 
-def test_unparsable_tool_arguments_become_none_as_in_vllm(reference: Any) -> None:
-    struct = struct_pb2.Struct()
-    struct.update({"function": {"name": "f", "arguments": "{broken"}})
-    rendered = from_reference(reference, TOOLS).render_chat(
-        [common_pb2.ChatMessage(role="assistant", tool_calls=[struct])]
-    )
-    assert "f{}" in rendered
+def test_unparsable_tool_arguments_become_an_empty_object_as_in_vllm(reference: Any) -> None:
+    assert "f{}" in from_reference(reference, TOOLS).render_chat([called("{broken")])
 
 
 def test_developer_becomes_one_system_message_in_front_when_the_template_lacks_the_role(
@@ -264,12 +261,62 @@ def test_bad_chats_are_refused_by_field(reference: Any) -> None:
     assert refusal(tokenizer, [])[0] == "chat.messages"
     assert refusal(tokenizer, said(("user", "a"), ("asistant", "b")))[0] == "chat.messages[1].role"
     assert refusal(tokenizer, said(("", "b")))[0] == "chat.messages[0].role"
-    assert refusal(tokenizer, hello, template_kwargs={"tokenize": True})[0] == "chat.template_kwargs"
+    assert refusal(tokenizer, hello, template_kwargs={"tokenize": True})[0] == "chat.template_kwargs_json"
     assert refusal(tokenizer, hello, continue_final_message=True)[0] == "chat.continue_final_message"
-    struct = struct_pb2.Struct()
-    struct.update({"type": "custom"})
-    call = [common_pb2.ChatMessage(role="assistant", tool_calls=[struct])]
-    assert refusal(tokenizer, call)[0] == "chat.messages[0].tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "words"),
+    [
+        ('{"type": "custom"}', "tool_calls_json[1]", "type 'function'"),
+        ("[]", "tool_calls_json[1]", "must be a JSON object, got list"),
+        ("{", "tool_calls_json[1]", "is not JSON"),
+        ("", "tool_calls_json[1]", "is not JSON"),
+        ('{"a":' * 100_000, "tool_calls_json[1]", "nests deeper than 64"),
+        (
+            json.dumps({"function": {"arguments": "[" * 65 + "]" * 65}}),
+            "tool_calls_json[1].function.arguments",
+            "nests deeper than 64",
+        ),
+        (
+            json.dumps({"function": {"arguments": json.dumps({"a": "\ud800"})}}),
+            "tool_calls_json[1].function.arguments",
+            "surrogate",
+        ),
+    ],
+)
+def test_a_bad_tool_call_is_refused_by_field_whatever_the_role(
+    reference: Any, call: str, field: str, words: str
+) -> None:
+    tokenizer, user = from_reference(reference), common_pb2.ChatMessage(role="user", content="hi")
+    bad = called("{}")
+    bad.tool_calls_json.append(call)
+    path, description = refusal(tokenizer, [user, bad])
+    assert path == f"chat.messages[1].{field}"
+    assert words in description
+    if words == "is not JSON":
+        bad.role = "user"
+        assert refusal(tokenizer, [user, bad])[0] == path
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, "assistant|[]"), ("", "assistant|[text:]"), ("a", "assistant|[text:a]")]
+)
+def test_null_content_is_no_part_and_empty_content_is_one(
+    reference: Any, content: str | None, expected: str
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}|"
+        "[{% for p in m.content %}{{ p.type }}:{{ p.text }}{% endfor %}]{% endfor %}"
+    )
+    chat = chat_prompt([{"role": "assistant", "content": content}])
+    assert from_reference(reference, template, "openai").render_chat(chat.messages) == expected
+
+
+def test_only_an_assistant_has_reasoning(reference: Any) -> None:
+    template = "{% for m in messages %}[{{ m.reasoning }}|{{ m.reasoning_content }}]{% endfor %}"
+    chat = chat_prompt([{"role": role, "content": "", "reasoning": "hm"} for role in ("user", "assistant")])
+    assert from_reference(reference, template).render_chat(chat.messages) == "[|][hm|hm]"
 
 
 def test_a_role_that_the_template_names_is_known(reference: Any) -> None:
@@ -288,20 +335,6 @@ def test_an_unreadable_bundle_is_an_error_at_load(
     bundle = admin_pb2.TokenizerBundle(tokenizer_json=tokenizer_json or whole, chat_template=template)
     with pytest.raises(ValueError, match=r"unreadable|does not compile"):
         Tokenizer.from_bundle(bundle)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5) | st.just(1.5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-        max_leaves=8,
-    )
-)
-def test_a_struct_reads_as_its_json_would(value: Any) -> None:
-    struct = struct_pb2.Struct()
-    struct.update({"value": value})
-    read = struct_to_dict(struct)
-    assert json.dumps(read, sort_keys=True) == json.dumps({"value": value}, sort_keys=True)
 
 
 def test_the_router_tokenizer_needs_no_model_library() -> None:
