@@ -23,7 +23,7 @@ from cluster.watch import LoadWatch
 from protos import admin_pb2, common_pb2
 from workers.checkpoint import PreparedModel
 from workers.engine_args import resolve_device
-from workers.pinning import pin
+from workers.pinning import pin_process
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ControllerActor:
         cores, gpus = (int(sum(node["Resources"].get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
         self._topology = fit(spec.config, cores, gpus, spec.device)
         front_cores = self._topology.front_cores(len(nodes), cores)
-        pin(front_cores)
+        pin_process(front_cores)
         self._server = await serve_admin(
             AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
         )

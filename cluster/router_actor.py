@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig
 from protos import admin_pb2
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
-from workers.pinning import pin
+from workers.pinning import pin_process
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RouterActor:
         from telemetry.setup import configure  # noqa: PLC0415
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        pin(front_cores)
+        pin_process(front_cores)
         self._telemetry = configure("kvorum.router", name, telemetry)
         self._server = RouterServer(
             config, controller_address, token, observer=TracingObserver(self._telemetry.tracer)

@@ -1,23 +1,58 @@
-"""CPU affinity of whole processes."""
+"""CPU affinity: shards compute on cores of their own, everything else stays off them where it can."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+_POOL_WORK = 1 << 22
+"""Elements of a sum that is large enough for torch to start all of its OpenMP threads."""
 
-def pin(cores: tuple[int, ...], *, absolute: bool = False) -> tuple[int, ...]:
-    """Pin every thread of this process; returns the OS CPU numbers.
 
-    `cores` are indices into the CPUs this process may use, or CPU numbers when `absolute`.
+def pin_compute(cores: tuple[int, ...]) -> frozenset[int]:
+    """Pin the calling thread, and the OpenMP pool it computes with, to `cores`; returns their thread ids.
+
+    `cores` are indices into the CPUs this process may use. Unpinned ranks whose threads spin on each
+    other's cores run a hundred times slower. Call it before the model is loaded, in the thread that
+    will compute: GNU OpenMP keeps one pool per thread.
     """
+    here = threading.get_native_id()
+    if not cores:
+        return frozenset({here})
     allowed = sorted(os.sched_getaffinity(0))
-    wanted = cores if absolute else tuple(allowed[index % len(allowed)] for index in cores)
-    if not wanted:
-        return ()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), wanted)
-        except ProcessLookupError:  # that thread has just ended
-            continue
-    return wanted
+    os.sched_setaffinity(0, {allowed[index % len(allowed)] for index in cores})
+    import torch  # noqa: PLC0415 - the router and the controller pin themselves without it
+
+    before = _threads()
+    torch.ones(_POOL_WORK).sum()  # the pool inherits this thread's affinity
+    return frozenset({here} | (_threads() - before))
+
+
+def release_others(compute: frozenset[int], cpus: set[int]) -> None:
+    """Let every other thread of this process run on any of `cpus`.
+
+    I/O threads that inherited the pin would wait for the computing thread to leave its core, and
+    delay each step's result by milliseconds.
+    """
+    for thread in _threads() - compute:
+        _set_affinity(thread, cpus)
+
+
+def pin_process(cores: tuple[int, ...]) -> None:
+    """Keep every thread of this process, and its future children, on these CPUs; () changes nothing."""
+    allowed = sorted(os.sched_getaffinity(0))
+    wanted = {allowed[index % len(allowed)] for index in cores}
+    for thread in _threads() if wanted else ():
+        _set_affinity(thread, wanted)
+
+
+def _threads() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def _set_affinity(thread: int, cpus: set[int]) -> None:
+    try:
+        os.sched_setaffinity(thread, cpus)
+    except ProcessLookupError:  # it has just ended
+        return

@@ -22,7 +22,7 @@ from telemetry.config import TelemetryConfig
 from telemetry.setup import configure
 from workers.checkpoint import prepare
 from workers.config import EngineConfig
-from workers.pinning import pin
+from workers.pinning import pin_process
 from workers.placement import ReplicaPlacement, ShardSlot
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ReplicaActor:
         from workers.tracing import ReplicaTracing  # noqa: PLC0415
 
         spec = self._spec
-        pin(spec.placement.front_cores)  # before the EngineCore is spawned, which inherits it
+        pin_process(spec.placement.front_cores)  # before the EngineCore is spawned, which inherits it
         prepared = await asyncio.to_thread(prepare, spec.engine.model, spec.engine.tensor_parallel_size)
         self._engine = Engine(spec.engine, prepared, spec.placement)
         info = self._engine.start()

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
-from workers.pinning import pin
+from workers.pinning import pin_compute, release_others
 from workers.placement import Collective, ShardInfo
 from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
 
@@ -18,18 +18,18 @@ from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
 class Shard(RayWorkerProc):
     """The actor of one rank. Its main call, `run`, lasts as long as the shard.
 
-    The `health` concurrency group answers while `run` is busy. On CPU every thread of the process
-    is pinned to the shard's cores: unpinned ranks whose threads spin on each other's cores run a
-    hundred times slower.
+    The `health` concurrency group answers while `run` is busy. On CPU the threads that compute are
+    pinned to the shard's cores, all others are kept free to run elsewhere.
     """
 
     def __init__(self, *, cores: tuple[int, ...], collective: Collective, spin: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._cores = pin(cores)
+        self._allowed = os.sched_getaffinity(0)
+        self._cores = tuple(sorted(self._allowed)[index % len(self._allowed)] for index in cores)
+        self._indices = cores
         self._collective = collective
         self._spin = spin
         self._step_started = 0.0
-        self._steps = threading.Lock()
 
     def place(self) -> tuple[str, str, list[int]]:
         """(node id, node ip, physical GPU ids) as Ray placed this actor."""
@@ -41,8 +41,15 @@ class Shard(RayWorkerProc):
         """Load this rank's weights; returns when the shard can run steps."""
         if self._collective == "gloo":
             _keep_off_shared_memory()
+        self._compute = pin_compute(self._indices)
         super().initialize_worker(*args, **kwargs)
-        pin(self._cores, absolute=True)  # threads that the load started
+        release_others(self._compute, self._allowed)
+
+    def run(self) -> None:
+        """Run steps until the shard ends. Must be in the thread that was pinned, which loaded the model."""
+        if threading.get_native_id() not in self._compute:
+            raise RuntimeError("Ray moved this shard to another thread than the one that loaded its model")
+        super().run()
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         super()._init_message_queues(input_shm_handle, vllm_config)
