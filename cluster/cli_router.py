@@ -38,6 +38,7 @@ def router(
       kvorum router --port 50052
       KVORUM_CLUSTER_TOKEN=... kvorum router --controller 10.0.0.1:7000 --router-host 0.0.0.0
     """
+    from cluster import state as states
     from cluster.config import load
     from router.main import serve
 
@@ -48,7 +49,7 @@ def router(
             config.router,
             address,
             token,
-            telemetry=config.telemetry,
+            telemetry=states.with_span_store(config.telemetry),
             grace_s=grace,
             on_ready=lambda where: click.echo(f"router listens on {where}; Ctrl-C drains and stops it"),
         )

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from cluster.failures import BadInput, RunFailed
+
+if TYPE_CHECKING:
+    from telemetry.record import StoredSpan
+    from telemetry.store import SpanStore
+
+_SPANS_UNDER_WAY_S = 1.5
 
 
 @click.command()
@@ -58,7 +66,7 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
             chosen = recent[0].trace_id
         else:
             raise BadInput(f'no traces in {path} yet: send a request first, `kvorum generate "Hello"`')
-        spans = spans_of.trace(chosen)
+        spans = _whole(spans_of, chosen)
     except StoreError as error:
         raise RunFailed(str(error)) from None
     finally:
@@ -69,6 +77,18 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
         console.print(render(spans))
     else:
         click.echo(render_text(spans))
+
+
+def _whole(store: SpanStore, trace_id: str) -> list[StoredSpan]:
+    """The trace's spans; of one that ended just now, the router's own may still be under way."""
+    from telemetry.spans import ROUTER_REQUEST
+
+    deadline = time.monotonic() + _SPANS_UNDER_WAY_S
+    while True:
+        found = store.trace(trace_id)
+        if any(span.name == ROUTER_REQUEST for span in found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def _known_store() -> Path:

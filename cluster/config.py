@@ -43,7 +43,7 @@ class ClusterConfig(BaseModel):
     admin_port: int = Field(0, ge=0, le=65535, description="port of the admin API; 0 picks a free one")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what every replica runs")
     router: RouterConfig = Field(default_factory=RouterConfig, description="the public gRPC face")
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="traces and metrics")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="traces")
 
 
 def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:

@@ -21,6 +21,7 @@ from cluster.router_actor import RouterSupervisor
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
 from cluster.watch import LoadWatch
 from protos import admin_pb2, common_pb2
+from telemetry.logs import configure_logging
 from workers.checkpoint import PreparedModel
 from workers.engine_args import resolve_device
 from workers.pinning import pin_process
@@ -62,7 +63,7 @@ class ControllerActor:
     """Named, detached, restarted by Ray. Its state is rebuilt from Ray and the replicas."""
 
     def __init__(self, spec: ControllerSpec) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure_logging("kvorum.controller")
         self._spec = spec
         self._version = 0
         self._changed = asyncio.Event()
@@ -208,8 +209,8 @@ class ControllerActor:
 
     async def shutdown(self, grace_s: float) -> None:
         """End routers and replicas. The caller then kills this actor."""
-        await self._router.stop()
-        await asyncio.gather(*(s.stop(grace_s) for s in self._supervisors))
+        stops = (s.stop(grace_s) for s in self._supervisors)
+        await asyncio.gather(self._router.stop(grace_s), *stops)
         self._loads.close()
 
     def exit_soon(self) -> None:

@@ -28,7 +28,7 @@ _PREFIX_TOKENS = 1000
 """Long enough that computing it is felt, short enough for a small context."""
 
 _RULES = (
-    "A replica announces each block of its cache and the router keeps an index of them.",
+    "A replica keeps the blocks of a prompt, so that the next prompt that begins alike is cheap.",
     "A request takes a lease on the replica that serves it and gives it back at its end.",
     "Tokens travel over gRPC and never through the control plane.",
     "A shard that dies ends its replica, and the controller starts a fresh epoch.",

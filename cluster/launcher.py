@@ -121,7 +121,7 @@ def launch(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Launc
         RunFailed: something broke on the way; everything started is ended, the logs are kept.
         Interrupted: a signal came; likewise.
     """
-    config = _complete(config)
+    config = config.model_copy(update={"telemetry": states.with_span_store(config.telemetry)})
     with states.locked(config.name):
         _refuse_second(config.name, steps)
         check_files(config)
@@ -136,14 +136,6 @@ def launch(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Launc
             _undo(state, error, steps, interrupts)
             raise
     return Launch(config, state, steps, interrupts)
-
-
-def _complete(config: ClusterConfig) -> ClusterConfig:
-    """One span store for all processes, beside the state files unless it was put elsewhere."""
-    if config.telemetry.store_path is not None:
-        return config
-    telemetry = config.telemetry.model_copy(update={"store_path": states.state_dir() / "traces.db"})
-    return config.model_copy(update={"telemetry": telemetry})
 
 
 def _refuse_second(name: str, steps: Steps) -> None:

@@ -65,7 +65,8 @@ def fit(config: ClusterConfig, cores: int, gpus: int = 0, device: str = "cpu") -
         if engine.cores_per_shard and shards <= cores:
             raise PlacementError(
                 f"{shards} shards of {engine.cores_per_shard} cores need "
-                f"{shards * engine.cores_per_shard} cores, there are {cores}: use --cores-per-shard {cores // shards} or leave it out"
+                f"{shards * engine.cores_per_shard} cores, there are {cores}: "
+                f"use --cores-per-shard {cores // shards} or leave it out"
             )
         raise PlacementError(
             _too_many(replicas, ranks, cores, "CPU core")

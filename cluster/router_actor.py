@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig
 from protos import admin_pb2
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
+from telemetry.logs import configure_logging
 from workers.pinning import pin_process
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class RouterActor:
         from router.tracing import TracingObserver  # noqa: PLC0415
         from telemetry.setup import configure  # noqa: PLC0415
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure_logging("kvorum.router")
         pin_process(front_cores)
         self._telemetry = configure("kvorum.router", name, telemetry)
         self._server = RouterServer(
@@ -122,7 +123,7 @@ class RouterSupervisor:
                     ray.kill(self._actor)
                 await asyncio.sleep(_RESTART_S)
 
-    async def stop(self, grace_s: float = 1.0) -> None:
+    async def stop(self, grace_s: float) -> None:
         """End the router."""
         self._stopping = True
         actor, self._actor = self._actor, None

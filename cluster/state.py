@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.failures import BadInput, RunFailed
 from cluster.processes import ProcessMark
+from telemetry.config import TelemetryConfig
 
 STATE_DIR_VARIABLE = "KVORUM_STATE_DIR"
 
@@ -64,6 +65,13 @@ def state_dir() -> Path:
             f"set {STATE_DIR_VARIABLE} to a writable one"
         ) from None
     return folder
+
+
+def with_span_store(telemetry: TelemetryConfig) -> TelemetryConfig:
+    """One span store for all processes of this user, beside the state files unless it was put elsewhere."""
+    if telemetry.store_path is not None:
+        return telemetry
+    return telemetry.model_copy(update={"store_path": state_dir() / "traces.db"})
 
 
 def write(state: ClusterState) -> None:

@@ -74,6 +74,7 @@ class ReplicaSupervisor:
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._stopping = False
+        self._asked_to_restart = False
 
     async def run(self) -> None:
         """Until stopped: adopt what a former controller left, else start epochs, one after another."""
@@ -94,6 +95,10 @@ class ReplicaSupervisor:
             adopted = False
             if self._ending():
                 return
+            if self._asked_to_restart:
+                self._asked_to_restart = False
+                await self._discard_epoch()
+                continue
             failures = 0 if time.monotonic() - started > _HEALTHY_FOR_S else failures
             self.record.restarts += 1
             self.record.last_error = reason
@@ -108,11 +113,14 @@ class ReplicaSupervisor:
 
     async def restart(self, grace_s: float) -> None:
         """Drain this epoch and let `run` start a fresh one."""
-        if self._actor is None:
-            return
+        actor = self._actor
+        if actor is None or self.record.state != admin_pb2.READY:
+            return  # a fresh epoch is on its way already
+        self._asked_to_restart = True
         self._move(admin_pb2.DRAINING)
         await self._drain(grace_s)
-        await asyncio.to_thread(ray.kill, self._actor)
+        with contextlib.suppress(RayError):
+            await asyncio.to_thread(ray.kill, actor)
 
     async def stop(self, grace_s: float) -> None:
         """Drain, end the actors and give the reserved place back."""

@@ -37,7 +37,6 @@ class TelemetryConfig(BaseModel):
     )
     max_batch_spans: int = Field(512, ge=1, description="spans in one export")
     max_attribute_chars: int = Field(4096, ge=64, description="longer attribute values are cut")
-    record_prompts: bool = Field(False, description="put prompts and generated text on spans")
     store: Literal["auto", "on", "off"] = Field(
         "auto", description="local span store; auto: unless OTEL_* variables name a collector or 'none'"
     )

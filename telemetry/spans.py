@@ -24,11 +24,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-CLIENT_REQUEST: Final = "kvorum.client.request"
 ROUTER_REQUEST: Final = "kvorum.router.request"
 ROUTER_TOKENIZE: Final = "kvorum.router.tokenize"
 ROUTER_ROUTE: Final = "kvorum.router.route"
-ROUTER_ADMIT: Final = "kvorum.router.admit"
 ROUTER_FORWARD: Final = "kvorum.router.forward"
 REPLICA_GENERATE: Final = "kvorum.replica.generate"
 REPLICA_QUEUE: Final = "kvorum.replica.queue"
@@ -56,8 +54,6 @@ GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chun
 GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
-GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"  # only with record_prompts
-GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # only with record_prompts
 
 REQUEST_ID: Final = "kvorum.request.id"
 TENANT: Final = "kvorum.tenant"

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from protos import admin_pb2, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bind, create_server
 from telemetry.config import TelemetryConfig
+from telemetry.logs import configure_logging
 from telemetry.setup import configure
 from workers.checkpoint import prepare
 from workers.config import EngineConfig
@@ -63,6 +64,7 @@ class ReplicaActor:
     """Hosts one engine in a Ray actor. `start`, then `wait_closed` until the engine or we are done."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        configure_logging("kvorum.replica")
         self._spec = spec
         placement = spec.placement
         self._telemetry = configure(

@@ -1,4 +1,4 @@
-"""One workload, run against anything that streams tokens: the same prompts, seeds and timing on every side."""
+"""One workload for anything that streams tokens: the same prompts, seeds and timing on every side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy answers of bare vLLM, without any of Kvorum's serving parts: `python -m tests.e2e.bare_vllm MODEL OUT`."""
+"""Greedy answers of bare vLLM, none of Kvorum in between: `python -m tests.e2e.bare_vllm MODEL OUT`."""
 
 from __future__ import annotations
 

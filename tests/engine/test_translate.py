@@ -19,7 +19,8 @@ pytestmark = pytest.mark.engine
 FIELDS: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "seed": 11, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "repetition_penalty": 1.5, "stop": ["a", "b"], "stop_token_ids": [3, 4],
-    "include_stop_in_output": True, "ignore_eos": True, "max_tokens": 9, "min_tokens": 2, "n": 3, "logprobs": 4,
+    "include_stop_in_output": True, "ignore_eos": True, "max_tokens": 9, "min_tokens": 2, "n": 3,
+    "logprobs": 4,
     "prompt_logprobs": 1, "skip_special_tokens": False, "logit_bias": {5: 1.5}, "bad_words": ["c"],
     "allowed_token_ids": [1, 2],
 }  # fmt: skip

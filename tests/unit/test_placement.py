@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_no_core_is_given_twice_and_neighbouring_ranks_share_nodes(layout: list[
     assert ("a", 0) not in given_out
     order = [slot.node_id for slot in slots]
     assert order[0] == layout[0]
-    changes = sum(left != right for left, right in zip(order, order[1:], strict=False))
+    changes = sum(left != right for left, right in itertools.pairwise(order))
     assert changes == len(set(layout)) - 1
 
 
