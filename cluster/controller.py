@@ -32,6 +32,7 @@ CONTROLLER_NAME = "controller"
 _SHARDS_REFRESH_S = 2.0
 _CREATE_TIMEOUT_S = 60.0
 _HOPELESS_AFTER = 2
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class ControllerSpec:
     bundle: Path
     """The TokenizerBundle file, read here and handed to routers."""
     device: str
+    topology: Topology
+    front_cores: tuple[int, ...]
     cluster_id: str
     namespace: str
     ray_address: str
@@ -69,9 +72,9 @@ class ControllerActor:
         self._changed = asyncio.Event()
         self._supervisors: list[ReplicaSupervisor] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._topology: Topology | None = None
         self.bundle = admin_pb2.TokenizerBundle.FromString(spec.bundle.read_bytes())
         self._started = asyncio.ensure_future(self._start())
+        self._started.add_done_callback(_exit_if_failed)
 
     async def ready(self) -> ControllerHandle:
         """Wait until the admin API listens.
@@ -87,28 +90,19 @@ class ControllerActor:
 
     async def _start(self) -> None:
         spec = self._spec
-        nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-        cores, gpus = (int(sum(node["Resources"].get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
-        self._topology = fit(spec.config, cores, gpus, spec.device)
-        front_cores = self._topology.front_cores(len(nodes), cores)
-        pin_process(front_cores)
-        self._server = await serve_admin(
-            AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
-        )
+        pin_process(spec.front_cores)
         around = Surroundings(
             config=spec.config,
-            topology=self._topology,
+            topology=spec.topology,
             device=spec.device,
             namespace=spec.namespace,
             ray_address=spec.ray_address,
             token=spec.token,
-            front_cores=front_cores,
+            front_cores=spec.front_cores,
             taken_cores=self._taken_cores,
             changed=self.touch,
         )
-        self._supervisors = [
-            ReplicaSupervisor(f"replica-{i}", around) for i in range(self._topology.replicas)
-        ]
+        self._supervisors = [ReplicaSupervisor(f"replica-{i}", around) for i in range(spec.topology.replicas)]
         self._loads = LoadWatch(spec.token)
         self._router = RouterSupervisor(
             "router-0",
@@ -117,7 +111,12 @@ class ControllerActor:
             port=spec.router_port,
             admin_address=f"{spec.config.admin_host}:{spec.admin_port}",
             token=spec.token,
-            front_cores=front_cores,
+            front_cores=spec.front_cores,
+        )
+        # Adopt first: a watcher that were shown an empty membership would drop replicas that serve.
+        await asyncio.gather(self._router.adopt(), *(s.adopt() for s in self._supervisors))
+        self._server = await serve_admin(
+            AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
         )
         for supervisor in self._supervisors:
             self._own(supervisor.run(), supervisor.record.name)
@@ -234,20 +233,35 @@ class ControllerActor:
         ]
 
 
+def _exit_if_failed(started: asyncio.Future[None]) -> None:
+    """Leave a controller that could not start to Ray, which restarts it; first let `ready` say why."""
+    if not started.cancelled() and started.exception() is not None:
+        log.critical("the controller could not start", exc_info=started.exception())
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
+
+
 def start_controller(
     config: ClusterConfig, prepared: PreparedModel, cluster_id: str, token: str
 ) -> ControllerHandle:
     """Create the controller in the connected Ray (and namespace); it creates everything else. Blocks.
 
     Raises:
+        PlacementError: the topology does not fit this Ray cluster.
         ray.exceptions.RayError: the controller could not start; its cause says why.
     """
     context = ray.get_runtime_context()
+    device = resolve_device(config.engine.device)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = [int(resources.get("CPU", 0)) for resources in nodes]
+    gpus = int(sum(resources.get("GPU", 0) for resources in nodes))
+    topology = fit(config, cores, gpus, device)
     spec = ControllerSpec(
         config=config,
         model_name=config.engine.served_name or prepared.name,
         bundle=prepared.bundle,
-        device=resolve_device(config.engine.device),
+        device=device,
+        topology=topology,
+        front_cores=topology.front_cores(cores),
         cluster_id=cluster_id,
         namespace=context.namespace,
         ray_address=context.gcs_address,

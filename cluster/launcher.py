@@ -27,7 +27,7 @@ from cluster.display import ReplicaProgress, Steps, state_name
 from cluster.failures import BadInput, RunFailed
 from cluster.interrupts import Interrupts
 from cluster.placement import PlacementError
-from cluster.preflight import check_files, check_fits, check_fits_here, check_ports, own_cores
+from cluster.preflight import check_files, check_fits_here, check_ports, own_cores
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
 from protos import admin_pb2
@@ -42,6 +42,7 @@ _WATCH_S = 1.0
 _GIVE_UP_AFTER = 2
 """Failed starts of a replica that never was ready: its next one will fail too."""
 _SILENCE_S = 30.0
+_DEAD_AFTER_S = 20.0
 """A controller that restarts is silent for seconds; one that is for longer, while launching, is lost."""
 
 
@@ -158,12 +159,16 @@ def _is_alive(state: ClusterState) -> bool:
         return state.ray_head.process() is not None
     if not state.admin_address:
         return False  # it died before its controller was; nobody holds the lock
+    deadline = time.monotonic() + _DEAD_AFTER_S
     with AdminClient(state.admin_address, state.token) as admin:
-        try:
-            admin.status()
-        except KvorumError:
-            return False
-    return True
+        while True:
+            try:
+                admin.status()
+                return True
+            except KvorumError:  # a controller that died is away for some seconds
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.5)
 
 
 def _prepare(config: ClusterConfig, steps: Steps) -> PreparedModel:
@@ -213,16 +218,15 @@ def _bring_up(
         state = _noted(state, ray_head=head.mark)
         rayhost.enter(state.work_dir, "")
     with steps.step("checking the engine's arguments", "engine arguments are valid"):
-        device = _check_engine(config, prepared)
+        _check_engine(config, prepared)
     with steps.step("starting a private Ray" if head else f"joining Ray at {config.ray_address}") as note:
         if head is not None:
             state = _noted(state, ray_address=head.wait_ready(config.ray_timeout_s))
-        address, resources = _connect(config, state)
+        address = _connect(config, state)
         state = _noted(state, ray_address=address)
         note.text = f"private Ray at {address}" if head else f"joined Ray at {address}"
     try:
         interrupts.install()  # Ray took SIGTERM
-        check_fits(config, resources, device)
         with steps.step("starting the controller", "controller is up"):
             handle = _start_controller(config, prepared, state)
     finally:
@@ -245,20 +249,19 @@ def _noted(state: ClusterState, **changes: Any) -> ClusterState:
     return state
 
 
-def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> str:
+def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> None:
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "ERROR"
     )  # here only: the head has its own environment already
-    from workers.engine_args import EngineArgsError, check, resolve_device  # noqa: PLC0415 - imports the engine
+    from workers.engine_args import EngineArgsError, check  # noqa: PLC0415 - imports the engine
 
     try:
         check(config.engine, prepared)
     except EngineArgsError as error:
         raise BadInput(f"the engine refuses its arguments: {error}") from None
-    return resolve_device(config.engine.device)
 
 
-def _connect(config: ClusterConfig, state: ClusterState) -> tuple[str, dict[str, float]]:
+def _connect(config: ClusterConfig, state: ClusterState) -> str:
     import ray  # noqa: PLC0415 - after rayhost.enter
     from ray.exceptions import RayError  # noqa: PLC0415
 
@@ -283,7 +286,7 @@ def _connect(config: ClusterConfig, state: ClusterState) -> tuple[str, dict[str,
             "" if state.owns_ray else "; is it up, and is RAY_AUTH_TOKEN_PATH set if it asks for a token?"
         )
         raise RunFailed(f"cannot join Ray at {state.ray_address}: {_last_line(error)}{advice}") from None
-    return ray.get_runtime_context().gcs_address, ray.cluster_resources()
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _reach(address: str, timeout_s: float) -> None:

@@ -33,23 +33,23 @@ class Topology:
         """The placement group of one replica."""
         return [dict(self.bundle) for _ in range(self.ranks)]
 
-    def front_cores(self, nodes: int, cores: int) -> tuple[int, ...]:
+    def front_cores(self, cores: Sequence[int]) -> tuple[int, ...]:
         """Cores that `allocate` will give to no shard, where one node has them all; else none.
 
         A shard that is preempted by a router or a front end in mid-step delays all its streams.
         """
-        if not self.cores_per_shard or nodes != 1:
+        if not self.cores_per_shard or len(cores) != 1:
             return ()
-        return tuple(range(self.replicas * self.ranks * self.cores_per_shard, cores))
+        return tuple(range(self.replicas * self.ranks * self.cores_per_shard, cores[0]))
 
 
-def fit(config: ClusterConfig, cores: int, gpus: int = 0, device: str = "cpu") -> Topology:
-    """The topology for a cluster with that many CPU cores and GPUs in all.
+def fit(config: ClusterConfig, node_cores: Sequence[int], gpus: int = 0, device: str = "cpu") -> Topology:
+    """The topology for a cluster whose nodes have these CPU cores, and that many GPUs in all.
 
     Raises:
         PlacementError: shards would outnumber cores (and spin on them) or GPUs.
     """
-    engine = config.engine
+    engine, cores = config.engine, sum(node_cores)
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if device == "cuda":
         replicas = config.replicas or max(1, min(DEFAULT_REPLICAS, gpus // ranks))
@@ -59,22 +59,27 @@ def fit(config: ClusterConfig, cores: int, gpus: int = 0, device: str = "cpu") -
 
     replicas = config.replicas or max(1, min(DEFAULT_REPLICAS, cores // ranks))
     shards = replicas * ranks
-    if shards > cores or (engine.cores_per_shard or 1) * shards > cores:
+    most = _most_cores_each(shards, node_cores)
+    if most == 0:
         if engine.collective == "gloo" and engine.cores_per_shard is None:
             return Topology(replicas, ranks, 0, {"CPU": round(cores / shards, 4) * 0.99})
-        if engine.cores_per_shard and shards <= cores:
-            raise PlacementError(
-                f"{shards} shards of {engine.cores_per_shard} cores need "
-                f"{shards * engine.cores_per_shard} cores, there are {cores}: "
-                f"use --cores-per-shard {cores // shards} or leave it out"
-            )
+        advice = "; --collective gloo allows shards to share cores, slowly"
+        raise PlacementError(_too_many(replicas, ranks, cores, "CPU core") + advice)
+    if (engine.cores_per_shard or 1) > most:
         raise PlacementError(
-            _too_many(replicas, ranks, cores, "CPU core")
-            + "; --collective gloo allows shards to share cores, slowly"
+            f"{shards} shard(s) of {engine.cores_per_shard} cores do not fit the {cores} core(s) there are: "
+            f"use --cores-per-shard {most} or leave it out"
         )
-    # One core is left to the router and the engines' front ends where there is one to spare.
-    per_shard = engine.cores_per_shard or max(1, (cores - 1) // shards)
+    # A core of each node is left to the router and the engines' front ends where there is one to spare.
+    spared = _most_cores_each(shards, [count - 1 for count in node_cores])
+    per_shard = engine.cores_per_shard or spared or most
     return Topology(replicas, ranks, per_shard, {"CPU": float(per_shard)})
+
+
+def _most_cores_each(shards: int, node_cores: Sequence[int]) -> int:
+    """The largest share of cores that every shard can have on some one node; 0 when there are too few."""
+    most = max(node_cores, default=0)
+    return next((k for k in range(most, 0, -1) if sum(n // k for n in node_cores) >= shards), 0)
 
 
 def _too_many(replicas: int, ranks: int, have: int, what: str) -> str:

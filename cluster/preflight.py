@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -63,7 +63,7 @@ def check_fits_here(config: ClusterConfig) -> None:
         config.engine.device == "auto" and not Path("/dev/nvidiactl").exists()
     )
     if config.ray_address is None and on_cpu:
-        check_fits(config, {"CPU": own_cores()}, "cpu")
+        check_fits(config, [own_cores()], 0, "cpu")
 
 
 def own_cores() -> int:
@@ -71,10 +71,10 @@ def own_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_fits(config: ClusterConfig, resources: Mapping[str, float], device: str) -> None:
+def check_fits(config: ClusterConfig, node_cores: Sequence[int], gpus: int, device: str) -> None:
     """Raises BadInput when the shards outnumber what Ray says the cluster has."""
     try:
-        fit(config, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), device)
+        fit(config, node_cores, gpus, device)
     except PlacementError as error:
         raise BadInput(str(error)) from None
 

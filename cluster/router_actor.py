@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
 from protos import admin_pb2
@@ -22,7 +23,8 @@ from workers.pinning import pin_process
 log = logging.getLogger(__name__)
 
 _RESTART_S = 0.5
-_ADOPT_TIMEOUT_S = 2.0
+_ADOPT_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,19 @@ class RouterSupervisor:
 
     async def run(self) -> None:
         """Until stopped."""
-        adopted = await self._adopt()
         while not self._stopping:
             try:
-                if not adopted:
+                if self._info is None:
                     self._actor = self._create()
-                    self._info = await self._actor.start.remote()
+                    async with asyncio.timeout(_START_TIMEOUT_S):
+                        self._info = await self._actor.start.remote()
                 await self._actor.wait_closed.remote()
-            except (RayError, OSError) as error:
+            except (RayError, OSError, ValueError, TimeoutError) as error:
                 if not self._stopping:
-                    log.error("router %s ended: %s", self._name, str(error).splitlines()[-1])
-            adopted, self._info = False, None
+                    log.error("router %s ended: %s", self._name, (str(error) or "no answer").splitlines()[-1])
+            self._info = None
             if not self._stopping:
-                with contextlib.suppress(RayError, ValueError):
-                    ray.kill(self._actor)
+                await self._kill_named()
                 await asyncio.sleep(_RESTART_S)
 
     async def stop(self, grace_s: float) -> None:
@@ -146,19 +147,27 @@ class RouterSupervisor:
             alive=info is not None,
         )
 
-    async def _adopt(self) -> bool:
+    async def _kill_named(self) -> None:
+        with contextlib.suppress(RayError, ValueError):
+            actor = await asyncio.to_thread(ray.get_actor, self._name, self._namespace)
+            await asyncio.to_thread(ray.kill, actor)
+
+    async def adopt(self) -> None:
+        """Take over the router that a controller before us started. Call it before `run`."""
         try:
             actor = await asyncio.to_thread(ray.get_actor, self._name, self._namespace)
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                 info: RouterInfo = await actor.describe.remote()
-        except (ValueError, RayError, TimeoutError):
-            return False
+        except ValueError:
+            return  # there is none
+        except (RayError, TimeoutError):
+            await self._kill_named()
+            return
         if not info.address:
-            ray.kill(actor)
-            return False
+            await self._kill_named()
+            return
         self._info = info
         self._actor = actor
-        return True
 
     def _create(self) -> Any:
         options: dict[str, Any] = {
@@ -168,6 +177,10 @@ class RouterSupervisor:
             "num_cpus": 0,
             "max_restarts": 0,
             "max_concurrency": 64,
+            # Its port was chosen on this host, and clients look for it here.
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
         }
         arguments = (
             self._name,

@@ -44,8 +44,8 @@ class ClusterState(BaseModel):
 
     @property
     def namespace(self) -> str:
-        """The Ray namespace of every actor of this cluster."""
-        return f"kvorum-{self.name}"
+        """The Ray namespace of every actor of this cluster, of no other cluster of that name."""
+        return f"kvorum-{self.name}-{self.id}"
 
     @property
     def marks(self) -> list[ProcessMark]:

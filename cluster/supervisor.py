@@ -28,6 +28,9 @@ _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_FOR_S = 60.0
 """An epoch that lived this long starts the back-off from the beginning."""
 _DESCRIBE_TIMEOUT_S = 2.0
+_ADOPT_TIMEOUT_S = 10.0
+_END_TIMEOUT_S = 10.0
+_CANCEL_TIMEOUT_S = 5.0
 _PLACE_POLL_S = 0.5
 
 
@@ -73,28 +76,22 @@ class ReplicaSupervisor:
         self._around = around
         self._group: PlacementGroup | None = None
         self._actor: Any = None
-        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
         self._asked_to_restart = False
 
     async def run(self) -> None:
-        """Until stopped: adopt what a former controller left, else start epochs, one after another."""
+        """Until stopped: watch what was adopted, else start epochs, one after another."""
+        self._task = asyncio.current_task()
         failures = 0
-        adopted = await self._adopt()
-        while not self._ending():
+        while True:
             started = time.monotonic()
             try:
-                if not adopted:
-                    await self._start_epoch()
-                reason = await self._actor.wait_closed.remote()
-            except asyncio.CancelledError:
-                raise
+                actor = self._actor or await self._start_epoch()
+                reason = await actor.wait_closed.remote()
             except PlacementError as error:
                 reason = str(error)
-            except (RayError, OSError, TimeoutError, ValueError) as error:
+            except Exception as error:  # whatever ended this epoch, the answer is the next one
                 reason = _first_line(error)
-            adopted = False
-            if self._ending():
-                return
             if self._asked_to_restart:
                 self._asked_to_restart = False
                 await self._discard_epoch()
@@ -108,9 +105,6 @@ class ReplicaSupervisor:
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
 
-    def _ending(self) -> bool:
-        return self._stopping
-
     async def restart(self, grace_s: float) -> None:
         """Drain this epoch and let `run` start a fresh one."""
         actor = self._actor
@@ -118,19 +112,21 @@ class ReplicaSupervisor:
             return  # a fresh epoch is on its way already
         self._asked_to_restart = True
         self._move(admin_pb2.DRAINING)
-        await self._drain(grace_s)
-        with contextlib.suppress(RayError):
-            await asyncio.to_thread(ray.kill, actor)
+        await self._drain(actor, grace_s)
+        await _end(actor)
 
     async def stop(self, grace_s: float) -> None:
         """Drain, end the actors and give the reserved place back."""
-        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_CANCEL_TIMEOUT_S)
         self._move(admin_pb2.DRAINING)
-        await self._drain(grace_s)
+        await self._drain(self._actor, grace_s)
         await self._discard_epoch()
-        if self._group is not None:
-            await asyncio.to_thread(remove_placement_group, self._group)
-            self._group = None
+        group = self._group or await asyncio.to_thread(_find_group, self.record.name)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+        self._group = None
         self._move(admin_pb2.STOPPED)
 
     async def refresh_shards(self) -> None:
@@ -150,25 +146,26 @@ class ReplicaSupervisor:
         except (ValueError, RayError, TimeoutError):
             return None
 
-    async def _drain(self, grace_s: float) -> None:
-        if self._actor is None or self.record.info is None:
+    async def _drain(self, actor: Any, grace_s: float) -> None:
+        if actor is None or self.record.info is None:
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(grace_s + 5.0):
-                await self._actor.drain.remote(grace_s)
+                await actor.drain.remote(grace_s)
 
-    async def _adopt(self) -> bool:
-        """Take over a live replica that a controller before us started."""
+    async def adopt(self) -> None:
+        """Take over a live replica that a controller before us started. Call it before `run`."""
         prefix = f"{self.record.name}-epoch-"
         actors = await asyncio.to_thread(ray.util.list_named_actors)
         for name in (n for n in actors if n.startswith(prefix)):
             try:
                 actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
-                async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+                async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                    ready = await actor.phase.remote() == admin_pb2.READY
                     info: ReplicaInfo | None = await actor.describe.remote()
             except (ValueError, RayError, TimeoutError):
-                info = None
-            if info is None:  # still loading under nobody's eyes: start afresh
+                ready, info = False, None
+            if not ready or info is None:  # loading or draining under nobody's eyes: start afresh
                 with contextlib.suppress(ValueError, RayError):
                     ray.kill(ray.get_actor(name, self._around.namespace))
                 continue
@@ -178,15 +175,17 @@ class ReplicaSupervisor:
             self.record.slots = await actor.slots.remote()
             await self.refresh_shards()
             self._move(admin_pb2.READY)
-            return True
-        return False
+            return
 
-    async def _start_epoch(self) -> None:
+    async def _start_epoch(self) -> Any:
         around, record = self._around, self.record
         self._move(admin_pb2.PENDING)
         group = await self._reserve()
         record.epoch = secrets.token_hex(4)
-        record.slots = await asyncio.to_thread(self._slots, group)
+        placed, cores_of = await asyncio.to_thread(_places, group)
+        # No await between looking and taking: other replicas are being placed at the same time.
+        taken = around.taken_cores(record.name)
+        record.slots = allocate(placed, around.topology.cores_per_shard, taken, cores_of)
         self._move(admin_pb2.PLACED)
         spec = ReplicaSpec(
             engine=around.config.engine,
@@ -209,23 +208,24 @@ class ReplicaSupervisor:
             "max_concurrency": 64,
             "scheduling_strategy": strategy,
         }
-        self._actor = ray.remote(ReplicaActor).options(**options).remote(spec)
-        start = asyncio.ensure_future(_awaited(self._actor.start.remote()))
+        actor = self._actor = ray.remote(ReplicaActor).options(**options).remote(spec)
+        start = asyncio.ensure_future(_awaited(actor.start.remote()))
         async with asyncio.timeout(around.config.engine.start_timeout_s):
-            await asyncio.wait_for(_awaited(self._actor.phase.remote()), around.config.engine.start_timeout_s)
+            await actor.phase.remote()
             self._move(admin_pb2.LOADING)
             while not start.done():
                 await asyncio.wait({start}, timeout=_PLACE_POLL_S)
-                await self._follow_phase()
+                await self._follow_phase(actor)
         record.info = start.result()
         await self.refresh_shards()
         self._move(admin_pb2.READY)
+        return actor
 
-    async def _follow_phase(self) -> None:
+    async def _follow_phase(self, actor: Any) -> None:
         """Show warming as such; the loop of a loading replica does not answer."""
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(0.2):
-                phase = await self._actor.phase.remote()
+                phase = await actor.phase.remote()
                 if phase == admin_pb2.WARMING and self.record.state == admin_pb2.LOADING:
                     self._move(admin_pb2.WARMING)
 
@@ -252,14 +252,6 @@ class ReplicaSupervisor:
             ) from error
         return group
 
-    def _slots(self, group: PlacementGroup) -> tuple[ShardSlot, ...]:
-        table = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        placed = [(table[bundle], nodes[table[bundle]]["NodeManagerAddress"]) for bundle in sorted(table)]
-        cores_of = {node_id: int(node["Resources"].get("CPU", 0)) for node_id, node in nodes.items()}
-        taken = self._around.taken_cores(self.record.name)
-        return allocate(placed, self._around.topology.cores_per_shard, taken, cores_of)
-
     def _placement(self, epoch: str, slots: tuple[ShardSlot, ...]) -> ReplicaPlacement:
         device = "cuda" if self._around.device == "cuda" else "cpu"
         return ReplicaPlacement(
@@ -272,6 +264,7 @@ class ReplicaSupervisor:
             if slots
             else "none",
             slots=slots,
+            start_timeout_s=self._around.config.engine.start_timeout_s,
             front_cores=self._around.front_cores,
         )
 
@@ -281,11 +274,7 @@ class ReplicaSupervisor:
         self.record.shards = ()
         if actor is None:
             return
-        with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(10.0):
-                await actor.stop.remote()
-        with contextlib.suppress(RayError, ValueError):
-            await asyncio.to_thread(ray.kill, actor)
+        await _end(actor)
         # Shards are owned by the EngineCore; make sure before their cores are given out again.
         placement = self._placement(self.record.epoch, self.record.slots)
         for slot in self.record.slots:
@@ -342,6 +331,29 @@ def _find_group(replica: str) -> PlacementGroup | None:
     except ValueError:
         return None
     return group
+
+
+def _places(group: PlacementGroup) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """(node id, node ip) of each bundle, and the cores of each node.
+
+    Raises:
+        PlacementError: a bundle's node has gone.
+    """
+    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    if any(node_id not in nodes for node_id in table.values()):
+        raise PlacementError("a node of this replica has gone; waiting for Ray to place it elsewhere")
+    placed = [(table[bundle], nodes[table[bundle]]["NodeManagerAddress"]) for bundle in sorted(table)]
+    return placed, {node_id: int(node["Resources"].get("CPU", 0)) for node_id, node in nodes.items()}
+
+
+async def _end(actor: Any) -> None:
+    """Ask a replica to stop, which flushes its spans; kill it in any case."""
+    with contextlib.suppress(RayError, TimeoutError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await actor.stop.remote()
+    with contextlib.suppress(RayError, ValueError):
+        await asyncio.to_thread(ray.kill, actor)
 
 
 async def _awaited(ref: Any) -> Any:

@@ -64,6 +64,7 @@ class Engine:
         """
         # The EngineCore is spawned with this environment and joins the cluster's Ray by it.
         os.environ["RAY_ADDRESS"] = self._placement.ray_address
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._placement.start_timeout_s))
         os.environ.setdefault("HF_HUB_OFFLINE", "1" if self._prepared.path.exists() else "0")
         args = engine_args.build(self._config, self._prepared, self._placement)
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self.load.stat_logger])

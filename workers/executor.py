@@ -7,6 +7,7 @@ ever starting one. It runs in the EngineCore process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -24,10 +25,12 @@ from workers.placement import CONFIG_KEY, ReplicaPlacement, ShardSlot
 from workers.queues import sleep_instead_of_spinning
 from workers.shard import Shard
 
-# What a shard inherits from the EngineCore; its host's own settings come first.
-_INHERITED = ("VLLM_", "KVORUM_", "NCCL_", "GLOO_", "HF_", "OTEL_", "TORCH", "OMP_", "KMP_", "LD_PRELOAD")
+# What a shard inherits from the EngineCore, where its host does not say otherwise.
+_INHERITED = ("VLLM_", "NCCL_", "GLOO_", "HF_", "TORCH", "KMP_")
 _NOT_INHERITED = ("VLLM_HOST_IP", "VLLM_DIST_IDENT")
-_START_TIMEOUT_S = 600.0
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+# Read when the process starts, so Ray must set it; Ray logs it, so nothing secret may be in it.
+_AT_START = ("LD_PRELOAD", "VLLM_LOGGING_LEVEL", "KVORUM_CLUSTER_ID")
 _PARENT_CHECK_S = 0.5
 
 
@@ -75,13 +78,16 @@ class RayShardExecutor(RayExecutorV2):
                 configure_logging=False,
             )
 
+    def _get(self, refs: Any) -> Any:
+        return ray.get(refs, timeout=self.placement.start_timeout_s)
+
     def _spin(self) -> bool:
         """On CPU a spinning wait would take a core from the computing shards."""
         return self.placement.device != "cpu"
 
     def _create_shard(self, slot: ShardSlot, node_here: str) -> RayWorkerHandle:
         on_cpu = self.placement.device == "cpu"
-        env = {k: v for k, v in os.environ.items() if k.startswith(_INHERITED) and k not in _NOT_INHERITED}
+        env = {name: os.environ[name] for name in _AT_START if name in os.environ}
         if on_cpu:
             env["OMP_NUM_THREADS"] = str(max(1, len(slot.cores)))
         else:
@@ -116,13 +122,14 @@ class RayShardExecutor(RayExecutorV2):
         )
 
     def _load_shards(self) -> None:
-        places = _get([h.actor.place.remote() for h in self.ray_worker_handles])
+        places = self._get([h.actor.place.remote() for h in self.ray_worker_handles])
         ranks_on: dict[str, list[int]] = defaultdict(list)
         gpus_on: dict[str, list[int]] = defaultdict(list)
         for handle, (node_id, _, gpus) in zip(self.ray_worker_handles, places, strict=True):
             ranks_on[node_id].append(handle.rank)
             gpus_on[node_id] += gpus
-        init_method = _get(self.ray_worker_handles[0].actor.create_dist_init_method.remote())
+        inherited = _inherited()
+        init_method = self._get(self.ray_worker_handles[0].actor.create_dist_init_method.remote())
         loads = []
         for handle, (node_id, node_ip, _) in zip(self.ray_worker_handles, places, strict=True):
             handle.local_rank = ranks_on[node_id].index(handle.rank)
@@ -130,13 +137,13 @@ class RayShardExecutor(RayExecutorV2):
             env = {"VLLM_HOST_IP": node_ip}
             loads.append(
                 handle.actor.initialize_worker.remote(
-                    handle.local_rank, env, init_method, None, assigned_physical_gpu_ids=gpus
+                    handle.local_rank, env, init_method, inherited, assigned_physical_gpu_ids=gpus
                 )
             )
-        _get(loads)
+        self._get(loads)
 
     def _open_queues(self) -> None:
-        ready = _get([h.actor.wait_for_init.remote() for h in self.ray_worker_handles])
+        ready = self._get([h.actor.wait_for_init.remote() for h in self.ray_worker_handles])
         self.response_mqs = [MessageQueue.create_from_handle(r["handle"], 0) for r in ready]
         for queue in self.response_mqs:
             if not self._spin():
@@ -149,13 +156,23 @@ class RayShardExecutor(RayExecutorV2):
             queue.wait_until_ready()
 
 
+def _inherited() -> dict[str, str]:
+    """This host's settings for shards on hosts that have none of their own; no secrets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_INHERITED) and name not in _NOT_INHERITED and not any(s in name for s in _SECRET)
+    }
+
+
 def die_with_parent() -> None:
     """End this process when its parent has died, however it died.
 
     An EngineCore that outlived its replica would keep its shards, and their memory, for ever.
     Ray ends the shards once this process, their owner, is gone.
     """
-    parent = os.getppid()
+    spawner = multiprocessing.parent_process()
+    parent = spawner.pid if spawner is not None and spawner.pid else os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -163,7 +180,3 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="kvorum-parent-watch").start()
-
-
-def _get(refs: Any) -> Any:
-    return ray.get(refs, timeout=_START_TIMEOUT_S)

@@ -36,6 +36,7 @@ class ReplicaPlacement:
     device: Literal["cpu", "cuda"]
     collective: Collective
     slots: tuple[ShardSlot, ...]
+    start_timeout_s: float = 600.0
     front_cores: tuple[int, ...] = ()
     """Cores no shard is pinned to, for the processes around the engine; empty: wherever the OS likes."""
 

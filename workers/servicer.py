@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 _LOAD_INTERVAL_S = 0.1
+_DRAINED = "outlived the drain's grace"
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
@@ -45,8 +46,9 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         assert task is not None
         self._running.add(task)
         self._idle.clear()
-        scope = self._observer.start(request, context.invocation_metadata() or ())
+        scope = None
         try:
+            scope = self._observer.start(request, context.invocation_metadata() or ())
             self._refuse_bad(request)
             stream = _Stream(request)
             async for output in self._engine.generate(request):
@@ -54,13 +56,15 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
                 scope.step(response, output)
                 yield response
             scope.finish(None)
-        except KvorumError as error:
-            scope.finish(error)
-            await context.abort_with_status(to_status(error))
         except BaseException as error:
             # A cancelled call ends here too; the engine has already been told to abort.
-            scope.finish(error)
-            raise
+            refused = _as_refusal(error)
+            if scope is not None:
+                scope.finish(refused or error)
+            if refused is None:
+                raise
+            task.uncancel()
+            await context.abort_with_status(to_status(refused))
         finally:
             self._running.discard(task)
             if not self._running:
@@ -68,12 +72,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     def _refuse_bad(self, request: replica_pb2.ReplicaGenerateRequest) -> None:
         if self.draining:
-            raise KvorumError(
-                grpc.StatusCode.UNAVAILABLE,
-                common_pb2.REPLICA_DRAINING,
-                "this replica is draining",
-                retry_after_s=1.0,
-            )
+            raise _draining()
         if not request.prompt_token_ids:
             raise invalid("prompt_token_ids", "must not be empty", common_pb2.PROMPT_EMPTY)
         vocab = self._snapshot.model.vocab_size
@@ -112,7 +111,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         except TimeoutError:
             cut = list(self._running)
             for task in cut:
-                task.cancel()
+                task.cancel(_DRAINED)
             await asyncio.wait(cut, timeout=2.0)
             return len(cut)
         return 0
@@ -125,6 +124,22 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             load=self._engine.load.snapshot(),
             draining=self.draining,
         )
+
+
+def _as_refusal(error: BaseException) -> KvorumError | None:
+    """What to tell the client; gRPC itself sends nothing for a handler that was cancelled by us."""
+    if isinstance(error, KvorumError):
+        return error
+    return _draining() if isinstance(error, asyncio.CancelledError) and error.args == (_DRAINED,) else None
+
+
+def _draining() -> KvorumError:
+    return KvorumError(
+        grpc.StatusCode.UNAVAILABLE,
+        common_pb2.REPLICA_DRAINING,
+        "this replica is draining",
+        retry_after_s=1.0,
+    )
 
 
 class _Stream:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from typing import Any
 
 import ray
+from torch.distributed import TCPStore
+from vllm.utils.network_utils import get_distributed_init_method
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from workers.pinning import pin_compute, release_others
@@ -36,6 +39,22 @@ class Shard(RayWorkerProc):
         context = ray.get_runtime_context()
         gpus = [int(g) for g in context.get_accelerator_ids().get("GPU", [])]
         return context.get_node_id(), ray.util.get_node_ip_address(), gpus
+
+    def create_dist_init_method(self) -> str:
+        """Where the ranks meet: a store that listens on this node's address only, not on every interface."""
+        host = ray.util.get_node_ip_address()
+        listener = socket.create_server((host, 0), backlog=128)
+        port = listener.getsockname()[1]
+        self._dist_init_store = TCPStore(
+            host_name=host,
+            port=port,
+            world_size=self._parallel_config.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+        return str(get_distributed_init_method(host, port))
 
     def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
         """Load this rank's weights; returns when the shard can run steps."""

@@ -18,40 +18,47 @@ def _config(replicas: int | None = None, **engine: object) -> ClusterConfig:
 
 
 def test_two_cores_get_two_replicas_of_one_core() -> None:
-    topology = fit(_config(), cores=2)
+    topology = fit(_config(), [2])
     assert (topology.replicas, topology.ranks, topology.cores_per_shard) == (2, 1, 1)
     assert topology.bundles() == [{"CPU": 1.0}]
 
 
 def test_one_core_gets_one_replica() -> None:
-    assert fit(_config(), cores=1).replicas == 1
+    assert fit(_config(), [1]).replicas == 1
 
 
 def test_a_core_is_left_for_the_front_ends_where_there_is_one_to_spare() -> None:
-    assert fit(_config(), cores=16).cores_per_shard == 7
-    assert fit(_config(replicas=1), cores=2).cores_per_shard == 1
+    assert fit(_config(), [16]).cores_per_shard == 7
+    assert fit(_config(replicas=1), [2]).cores_per_shard == 1
 
 
 def test_spinning_shards_that_outnumber_cores_are_refused_with_what_to_do() -> None:
     with pytest.raises(PlacementError, match=r"--replicas 1 .*--collective gloo"):
-        fit(_config(replicas=2, tensor_parallel_size=2), cores=2)
+        fit(_config(replicas=2, tensor_parallel_size=2), [2])
     with pytest.raises(PlacementError, match="--tensor-parallel-size 2 or less"):
-        fit(_config(tensor_parallel_size=4), cores=2)
+        fit(_config(tensor_parallel_size=4), [2])
     with pytest.raises(PlacementError, match="--cores-per-shard 2"):
-        fit(_config(replicas=2, cores_per_shard=3), cores=4)
+        fit(_config(replicas=2, cores_per_shard=3), [4])
 
 
 def test_shards_may_share_cores_over_gloo() -> None:
-    topology = fit(_config(replicas=2, tensor_parallel_size=2, collective="gloo"), cores=2)
+    topology = fit(_config(replicas=2, tensor_parallel_size=2, collective="gloo"), [2])
     assert topology.cores_per_shard == 0
     assert topology.replicas * topology.ranks * topology.bundle["CPU"] <= 2
 
 
+def test_shards_are_sized_for_the_nodes_there_are_not_for_their_sum() -> None:
+    assert fit(_config(), [4, 4, 4]).cores_per_shard == 3
+    assert fit(_config(replicas=3), [2, 2, 2]).cores_per_shard == 1
+    with pytest.raises(PlacementError, match="--cores-per-shard 4"):
+        fit(_config(replicas=3, cores_per_shard=5), [4, 4, 4])
+
+
 def test_gpus_bound_the_replicas_on_cuda() -> None:
-    topology = fit(_config(tensor_parallel_size=4), cores=64, gpus=8, device="cuda")
+    topology = fit(_config(tensor_parallel_size=4), [64], gpus=8, device="cuda")
     assert (topology.replicas, topology.bundle["GPU"]) == (2, 1.0)
     with pytest.raises(PlacementError, match="8 GPUs, there are 4"):
-        fit(_config(replicas=2, tensor_parallel_size=4), cores=64, gpus=4, device="cuda")
+        fit(_config(replicas=2, tensor_parallel_size=4), [64], gpus=4, device="cuda")
 
 
 @given(
@@ -63,7 +70,7 @@ def test_a_topology_never_needs_more_cores_than_there_are(
     cores: int, replicas: int | None, ranks: int
 ) -> None:
     try:
-        topology = fit(_config(replicas=replicas, tensor_parallel_size=ranks), cores)
+        topology = fit(_config(replicas=replicas, tensor_parallel_size=ranks), [cores])
     except PlacementError:
         assert (replicas or 1) * ranks > cores
         return
