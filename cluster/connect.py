@@ -87,9 +87,11 @@ def of_state(state: states.ClusterState, key: str | None = None, tls: ClientTls 
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Turn a gRPC error into one line an item and the exit code that fits."""
+    """Turn a gRPC error, or a value that fits no field, into one line an item and the exit code that fits."""
     try:
         yield
+    except ValueError as error:
+        raise BadInput(str(error)) from None
     except KvorumError as error:
         raise as_command_error(error) from None
 

@@ -181,6 +181,7 @@ def _head_environment(cluster_id: str, work_dir: Path) -> dict[str, str]:
     paths = [root, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     return env | {
         MARKER: cluster_id,
+        "VLLM_RPC_BASE_PATH": str(work_dir),  # its sockets outlive a killed engine; the folder goes with us
         _START_HOOK: f"{__name__}.{trim_head.__name__}",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }

@@ -298,4 +298,12 @@ def _sampling(fields: Mapping[str, Any]) -> common_pb2.SamplingParams:
     unknown = sorted(fields.keys() - known.keys())
     if unknown:
         raise ValueError(f"unknown sampling field {unknown[0]}; there are: {', '.join(sorted(known))}")
-    return common_pb2.SamplingParams(**{name: v for name, v in fields.items() if v is not None})
+    params = common_pb2.SamplingParams()
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            params.MergeFrom(common_pb2.SamplingParams(**{name: value}))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {value!r} does not fit: {error}") from None
+    return params

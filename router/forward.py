@@ -68,6 +68,7 @@ class Job:
     served: common_pb2.Served  # request id, model and trace id are set
     deadline: float
     scope: RequestScope
+    retryable: bool = True
 
 
 class Forwarder:
@@ -89,7 +90,8 @@ class Forwarder:
         """
         tried: set[str] = set()
         lost = ""
-        for number in range(1, self._max_attempts + 1):
+        most = self._max_attempts if job.retryable else 1
+        for number in range(1, most + 1):
             link, candidate = self._route(job, tried, lost)
             attempt = _Attempt(job, link, candidate, number, outcome)
             error = await attempt.run(self._leases, write)
@@ -106,7 +108,7 @@ class Forwarder:
         raise KvorumError(
             grpc.StatusCode.UNAVAILABLE,
             common_pb2.REPLICA_LOST,
-            f"gave up after {self._max_attempts} attempts; {lost}",
+            f"gave up after {most} attempt(s); {lost}",
             retry_after_s=_COME_BACK_S,
         )
 

@@ -33,6 +33,9 @@ _SERVING = (admin_pb2.READY, admin_pb2.DRAINING)
 class Tokenizer(Protocol):
     """What the router needs of a model's tokenizer. Raises KvorumError for what it refuses."""
 
+    @property
+    def max_chars_per_token(self) -> int: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(

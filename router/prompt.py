@@ -28,15 +28,22 @@ class Prompt:
 
 
 async def from_text(
-    text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = True, field: str = "text"
+    text: str, tokenizer: Tokenizer, *, max_tokens: int, add_special_tokens: bool = True, field: str = "text"
 ) -> Prompt:
     """Tokenise a plain text.
 
     Raises:
-        KvorumError: INVALID_ARGUMENT when it is empty.
+        KvorumError: INVALID_ARGUMENT when it is empty, or surely longer than `max_tokens`.
     """
     if not text:
         raise invalid(field, "the prompt is empty", common_pb2.PROMPT_EMPTY)
+    most = max_tokens * tokenizer.max_chars_per_token
+    if len(text) > most:  # tokenising megabytes to refuse them would take seconds
+        raise invalid(
+            field,
+            f"{len(text)} characters are more than {max_tokens} tokens can hold, the model's context",
+            common_pb2.PROMPT_TOO_LONG,
+        )
     ids = await _near(len(text), lambda: tokenizer.encode(text, add_special_tokens))
     return Prompt(ids, field)
 

@@ -126,7 +126,9 @@ class InferenceService:
             tokens = await prompt.from_chat(request.chat, tokenizer)
         else:
             special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            tokens = await prompt.from_text(request.text, tokenizer, add_special_tokens=special)
+            tokens = await prompt.from_text(
+                request.text, tokenizer, max_tokens=info.max_model_len, add_special_tokens=special
+            )
         return inference_pb2.TokenizeResponse(
             model=info.name, ids=tokens.ids, max_model_len=info.max_model_len, rendered=tokens.rendered
         )
@@ -212,7 +214,11 @@ class InferenceService:
             lora=options.lora,
         )
         served = common_pb2.Served(request_id=request_id, model=info.name, trace_id=scope.trace_id)
-        return Job(route, info.tokenizer_digest, message.SerializeToString(), served, deadline, scope)
+        # A constraint that brings a replica down must not be tried on the next one.
+        retryable = not sampling.HasField("structured")
+        return Job(
+            route, info.tokenizer_digest, message.SerializeToString(), served, deadline, scope, retryable
+        )
 
     async def _prompt(self, request: _Generation, info: common_pb2.ModelInfo) -> prompt.Prompt:
         if isinstance(request, inference_pb2.ChatRequest):
@@ -221,7 +227,9 @@ class InferenceService:
         if kind == "tokens":
             return prompt.Prompt(list(request.tokens.ids), "tokens.ids")
         if kind == "text":
-            return await prompt.from_text(request.text, self._members.tokenizer(info))
+            return await prompt.from_text(
+                request.text, self._members.tokenizer(info), max_tokens=info.max_model_len
+            )
         if kind == "chat":
             return await prompt.from_chat(request.chat, self._members.tokenizer(info))
         raise invalid("prompt", "set text, tokens or chat", common_pb2.PROMPT_EMPTY)

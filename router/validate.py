@@ -16,7 +16,7 @@ import grpc
 
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError, invalid
-from router.json_text import parse_object
+from router import constraints
 
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARS = 1024
@@ -24,7 +24,6 @@ MAX_STRING_CHARS = 1024
 MAX_LIST_ITEMS = 1024
 """Of stop token ids, bad words and choices."""
 MAX_REQUEST_ID_CHARS = 128
-MAX_SCHEMA_CHARS = 256 * 1024
 
 _GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 _ENGINE_MAX_TEMPERATURE = 2.0
@@ -63,7 +62,7 @@ def sampling(
         if not math.isfinite(bias):
             raise invalid("sampling.logit_bias", f"the bias of token {token} must be finite, got {bias}")
     if params.HasField("structured"):
-        structured(params.structured)
+        constraints.check(params.structured)
 
 
 def room(params: common_pb2.SamplingParams, model: common_pb2.ModelInfo, prompt_tokens: int) -> int:
@@ -94,33 +93,6 @@ def options(requested: inference_pb2.RequestOptions, model: common_pb2.ModelInfo
         there = ", ".join(sorted(model.lora_adapters)) or "none"
         message = f"model '{model.name}' has no LoRA adapter '{requested.lora}'; there is: {there}"
         raise KvorumError(grpc.StatusCode.NOT_FOUND, common_pb2.LORA_NOT_FOUND, message)
-
-
-def structured(output: common_pb2.StructuredOutput) -> None:
-    """The constraint is there, not empty, and (a schema) a JSON document."""
-    kind = output.WhichOneof("constraint")
-    field = f"sampling.structured.{kind}"
-    if kind is None:
-        raise invalid("sampling.structured", "set one of json_schema, regex, choice, grammar, json_object")
-    if kind == "json_schema":
-        _short(field, output.json_schema)
-        parse_object(field, output.json_schema)
-    elif kind == "choice":
-        options_ = output.choice.option
-        if not options_:
-            raise invalid(field, "must have at least one option")
-        _strings(field, options_, MAX_LIST_ITEMS)
-    elif kind == "json_object":
-        if not output.json_object:
-            raise invalid(field, "must be true when set; leave structured out for free text")
-    elif kind == "regex":
-        if "\x00" in output.regex:
-            raise invalid(field, "must not contain a NUL character")
-        _short(field, output.regex)
-    else:
-        if not output.grammar.strip():
-            raise invalid(field, "must not be empty")
-        _short(field, output.grammar)
 
 
 def _numbers(params: common_pb2.SamplingParams, max_n: int) -> None:
@@ -191,8 +163,3 @@ def _token_ids(field: str, ids: Iterable[int], model: common_pb2.ModelInfo, most
     for token in listed:
         if not 0 <= token < model.vocab_size:
             raise invalid(field, f"token id {token} is not in the vocabulary (0 to {model.vocab_size - 1})")
-
-
-def _short(field: str, text: str) -> None:
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise invalid(field, f"has {len(text)} characters, at most {MAX_SCHEMA_CHARS}")

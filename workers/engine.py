@@ -78,15 +78,19 @@ class Engine:
         )
 
     async def warm_up(self) -> None:
-        """Run one short request, so that the first user does not pay for lazy initialisation."""
-        wire = replica_pb2.ReplicaGenerateRequest(
-            request_id="warm-up",
-            prompt_token_ids=[1] * 16,
-            sampling=common_pb2.SamplingParams(max_tokens=4, ignore_eos=True),
-        )
-        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
-            async for _ in self.generate(wire):
-                pass
+        """Run short requests down each path that initialises lazily, so that no user waits for it.
+
+        Logprobs compile a kernel on first use, which would stall every stream for seconds.
+        """
+        plain = common_pb2.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+        sampled = common_pb2.SamplingParams(max_tokens=2, top_p=0.9, top_k=20, seed=1, logprobs=2)
+        for name, sampling in (("plain", plain), ("sampled", sampled)):
+            wire = replica_pb2.ReplicaGenerateRequest(
+                request_id=f"warm-up-{name}", prompt_token_ids=[1] * 16, sampling=sampling
+            )
+            async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+                async for _ in self.generate(wire):
+                    pass
 
     async def generate(self, request: replica_pb2.ReplicaGenerateRequest) -> AsyncIterator[RequestOutput]:
         """Stream deltas. Closing the iterator aborts the request and frees its blocks.

@@ -53,6 +53,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             stream = _Stream(request)
             async for output in self._engine.generate(request):
                 response = stream.respond(output)
+                _raise_failed(request, response)
                 scope.step(response, output)
                 yield response
             scope.finish(None)
@@ -124,6 +125,17 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             load=self._engine.load.snapshot(),
             draining=self.draining,
         )
+
+
+def _raise_failed(request: replica_pb2.ReplicaGenerateRequest, response: common_pb2.GenerateResponse) -> None:
+    """The engine ends a request it cannot run as if it had finished, with the reason "error"."""
+    if all(choice.finish_reason != common_pb2.ERROR for choice in response.choices):
+        return
+    if request.sampling.HasField("structured"):
+        raise invalid("sampling.structured", "the engine cannot compile this constraint")
+    raise KvorumError(
+        grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, f"the engine failed on request {request.request_id}"
+    )
 
 
 def _as_refusal(error: BaseException) -> KvorumError | None:

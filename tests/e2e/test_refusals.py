@@ -77,6 +77,27 @@ async def test_bad_input_is_refused_precisely(
     assert after.tokens[0]
 
 
+@pytest.mark.parametrize("schema", ['{"$ref": "#"}', '{"allOf": [{"$ref": "#"}]}'])
+async def test_a_constraint_the_engine_cannot_compile_is_no_success(
+    client: KvorumClient, schema: str
+) -> None:
+    with pytest.raises(KvorumError) as refused:
+        await collect(
+            client, HELLO, max_tokens=4, timeout=60, structured=StructuredOutput(json_schema=schema)
+        )
+    assert refused.value.code is INVALID
+    assert refused.value.violations[0].field == "sampling.structured"
+
+
+async def test_nested_groups_that_crash_the_grammar_compiler_do_not_reach_it(client: KvorumClient) -> None:
+    pattern = "(" * 50_000 + "a" + ")" * 50_000
+    for constraint in ({"json_schema": f'{{"type": "string", "pattern": "{pattern}"}}'}, {"regex": pattern}):
+        with pytest.raises(KvorumError) as refused:
+            await collect(client, HELLO, max_tokens=4, structured=StructuredOutput(**constraint))
+        assert refused.value.code is INVALID
+    assert (await collect(client, HELLO, max_tokens=2)).tokens[0]
+
+
 async def test_an_unknown_model_is_answered_with_those_there_are(client: KvorumClient) -> None:
     with pytest.raises(KvorumError, match="smollm2"):
         await collect(client, HELLO, model="gpt-9")

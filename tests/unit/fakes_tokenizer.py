@@ -15,6 +15,7 @@ class FakeTokenizer:
 
     def __init__(self, bundle: admin_pb2.TokenizerBundle) -> None:
         self.bundle = bundle
+        self.max_chars_per_token = 1000
         self.threads: list[threading.Thread] = []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

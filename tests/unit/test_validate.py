@@ -122,6 +122,21 @@ def test_too_many_or_too_long_stop_strings_are_refused() -> None:
         (structured(json_schema='{"a":' * 70 + "1" + "}" * 70), "sampling.structured.json_schema"),
         (structured(choice=CHOICES()), "sampling.structured.choice"),
         (structured(choice=CHOICES(option=["a", ""])), "sampling.structured.choice[1]"),
+        (
+            structured(json_schema=json.dumps({"pattern": "(" * 65 + "a" + ")" * 65})),
+            "sampling.structured.json_schema",
+        ),
+        (
+            structured(json_schema=json.dumps({"patternProperties": {"a" * 3000: {}}})),
+            "sampling.structured.json_schema",
+        ),
+        (
+            structured(json_schema=json.dumps({"properties": {f"p{i}": {} for i in range(300)}})),
+            "sampling.structured.json_schema",
+        ),
+        (structured(regex="a|" * 2000), "sampling.structured.regex"),
+        (structured(choice=CHOICES(option=[str(i) for i in range(300)])), "sampling.structured.choice"),
+        (structured(choice=CHOICES(option=["x" * 20_000])), "sampling.structured.choice"),
         (structured(json_object=False), "sampling.structured.json_object"),
         (structured(regex="a\x00"), "sampling.structured.regex"),
         (structured(grammar=" \n"), "sampling.structured.grammar"),
