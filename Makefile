@@ -28,12 +28,12 @@ $(BIN)/python:
 
 $(RUN_STAMP): | $(BIN)/python
 	@echo "installing the locked packages into $(VENV) (about 3 GB, some minutes, once)"
-	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -r requirements/cpu.lock
-	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check --no-build-isolation -e .
+	$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/cpu.lock
+	$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check --no-build-isolation -e .
 	@rm -f $(VENV)/.run-* && touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -r requirements/dev.lock
+	$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/dev.lock
 	@rm -f $(VENV)/.dev-* && touch $@
 
 demo: setup  ## start a cluster, stream prompts through it, stay up until Ctrl-C (ARGS=--once ends it)

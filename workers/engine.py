@@ -80,7 +80,7 @@ class Engine:
     async def warm_up(self) -> None:
         """Run short requests down each path that initialises lazily, so that no user waits for it.
 
-        Logprobs compile a kernel on first use, which would stall every stream for seconds.
+        Sampling with logprobs takes another path than greedy decoding.
         """
         plain = common_pb2.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
         sampled = common_pb2.SamplingParams(max_tokens=2, top_p=0.9, top_k=20, seed=1, logprobs=2)

@@ -90,6 +90,10 @@ class RayShardExecutor(RayExecutorV2):
         env = {name: os.environ[name] for name in _AT_START if name in os.environ}
         if on_cpu:
             env["OMP_NUM_THREADS"] = str(max(1, len(slot.cores)))
+            if self.vllm_config.model_config.enforce_eager:
+                # Some of vLLM's sampling helpers are compiled even so, on first use: seconds in which
+                # every stream of the shard stands still, to speed up what takes microseconds here.
+                env["TORCH_COMPILE_DISABLE"] = "1"
         else:
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         strategy = PlacementGroupSchedulingStrategy(

@@ -97,7 +97,7 @@ def compare(rounds: int, pairs: int) -> tuple[dict[str, list[float]], dict[str, 
 
         try:
             for number in range(-2, rounds):  # the first two warm both sides up
-                plan = Round(1000 + number, requests=16, concurrency=8, prompt_tokens=64, output_tokens=48)
+                plan = Round(1000 + number, requests=8, concurrency=8, prompt_tokens=64, output_tokens=32)
                 for side in _order(number):
                     result = turn(side, plan)
                     if number >= 0:
@@ -155,6 +155,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="throughput rounds of each side")
-    parser.add_argument("--pairs", type=int, default=25, help="latency turns of each side")
+    parser.add_argument("--rounds", type=int, default=17, help="throughput rounds of each side")
+    parser.add_argument("--pairs", type=int, default=15, help="latency turns of each side")
     main(**vars(parser.parse_args()))

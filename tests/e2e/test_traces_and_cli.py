@@ -81,7 +81,9 @@ async def test_the_command_line_generates_chats_and_draws_the_trace(pair: Runnin
     shown = json.loads(done.stdout)
     assert "Paris" in json.dumps(shown)
 
-    done = await asyncio.to_thread(pair.cli, "chat", "--name", pair.name, stdin="Say hi.\n/exit\n")
+    done = await asyncio.to_thread(
+        pair.cli, "chat", "--name", pair.name, "--max-tokens", "16", stdin="Say hi.\n/exit\n"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
