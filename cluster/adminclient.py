@@ -7,7 +7,7 @@ from types import TracebackType
 import grpc
 
 from protos import admin_pb2, admin_pb2_grpc
-from protos.channels import AUTH_KEY
+from protos.channels import bearer
 from protos.errors import from_rpc_error
 
 
@@ -17,7 +17,7 @@ class AdminClient:
     def __init__(self, address: str, token: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
-        self._metadata = ((AUTH_KEY, f"Bearer {token}"),)
+        self._metadata = bearer(token)
 
     def __enter__(self) -> AdminClient:
         return self

@@ -88,9 +88,11 @@ def of_state(state: states.ClusterState, key: str | None = None, tls: ClientTls 
 @contextmanager
 def told_plainly() -> Iterator[None]:
     """Turn a gRPC error, or a value that fits no field, into one line an item and the exit code that fits."""
+    from router.client import UnfitValueError  # noqa: PLC0415 - every command imports this module
+
     try:
         yield
-    except ValueError as error:
+    except UnfitValueError as error:
         raise BadInput(str(error)) from None
     except KvorumError as error:
         raise as_command_error(error) from None

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 CONTROLLER_NAME = "controller"
 _SHARDS_REFRESH_S = 2.0
 _CREATE_TIMEOUT_S = 60.0
-_HOPELESS_AFTER = 2
 _LAST_WORDS_S = 2.0
 
 
@@ -46,7 +45,6 @@ class ControllerSpec:
     device: str
     topology: Topology
     front_cores: tuple[int, ...]
-    cluster_id: str
     namespace: str
     ray_address: str
     admin_port: int
@@ -73,6 +71,7 @@ class ControllerActor:
         self._supervisors: list[ReplicaSupervisor] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.bundle = admin_pb2.TokenizerBundle.FromString(spec.bundle.read_bytes())
+        self._served = common_pb2.ModelInfo(name=spec.model_name, tokenizer_digest=self.bundle.digest)
         self._started = asyncio.ensure_future(self._start())
         self._started.add_done_callback(_exit_if_failed)
 
@@ -161,17 +160,21 @@ class ControllerActor:
         """What routers are told."""
         members = admin_pb2.Members(version=self._version)
         for record in (s.record for s in self._supervisors):
-            info = record.info
-            if info is None or record.state not in (admin_pb2.READY, admin_pb2.DRAINING):
-                continue
             members.members.add(
                 replica=record.name,
                 epoch=record.epoch,
-                address=info.address,
+                address=record.info.address if record.info else "",
                 state=record.state,
-                model=common_pb2.ModelInfo.FromString(info.model),
+                model=self._model(),
             )
         return members
+
+    def _model(self) -> common_pb2.ModelInfo:
+        """What is served: a replica's word once one was ready, and kept while none is."""
+        for record in (s.record for s in self._supervisors):
+            if record.info is not None:
+                self._served.ParseFromString(record.info.model)
+        return self._served
 
     def status(self) -> admin_pb2.ClusterStatus:
         """What operators are shown."""
@@ -181,22 +184,13 @@ class ControllerActor:
             tensor_parallel_size=engine.tensor_parallel_size,
             pipeline_parallel_size=engine.pipeline_parallel_size,
             controller_pid=os.getpid(),
-            model=common_pb2.ModelInfo(name=self._spec.model_name, tokenizer_digest=self.bundle.digest),
+            model=self._model(),
         )
         for supervisor in self._supervisors:
             record = supervisor.record
             status.replicas.append(to_status(record, self._loads.load(record.name)))
-            if record.info is not None:
-                status.model.ParseFromString(record.info.model)
         status.routers.append(self._router.status())
-        status.fatal_error = self._fatal_error()
         return status
-
-    def _fatal_error(self) -> str:
-        """Why this cluster will never come up: no replica ever did, and each has failed again."""
-        records = [s.record for s in self._supervisors]
-        hopeless = all(not r.ever_ready and r.restarts >= _HOPELESS_AFTER for r in records)
-        return records[0].last_error if records and hopeless else ""
 
     async def restart_replica(self, name: str, grace_s: float) -> bool:
         """Drain and replace one replica; False when there is none of that name."""
@@ -240,9 +234,7 @@ def _exit_if_failed(started: asyncio.Future[None]) -> None:
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
 
 
-def start_controller(
-    config: ClusterConfig, prepared: PreparedModel, cluster_id: str, token: str
-) -> ControllerHandle:
+def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str) -> ControllerHandle:
     """Create the controller in the connected Ray (and namespace); it creates everything else. Blocks.
 
     Raises:
@@ -262,7 +254,6 @@ def start_controller(
         device=device,
         topology=topology,
         front_cores=topology.front_cores(cores),
-        cluster_id=cluster_id,
         namespace=context.namespace,
         ray_address=context.gcs_address,
         # Fixed here, so that restarted controllers and routers come back where their clients look.

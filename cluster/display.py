@@ -194,8 +194,7 @@ def status_view(status: admin_pb2.ClusterStatus) -> Group:
         Text(f"{router.name}: {router.address}  pid {router.pid}" if router.alive else f"{router.name}: down")
         for router in status.routers
     ]
-    fatal = [Text(f"fatal: {status.fatal_error}", "red")] if status.fatal_error else []
-    return Group(heading, table, *routers, *errors, *fatal)
+    return Group(heading, table, *routers, *errors)
 
 
 def status_json(status: admin_pb2.ClusterStatus) -> str:

@@ -303,7 +303,7 @@ def _start_controller(config: ClusterConfig, prepared: PreparedModel, state: Clu
     from cluster.controller import start_controller  # noqa: PLC0415 - imports ray and the engine
 
     try:
-        return start_controller(config, prepared, state.id, state.token)
+        return start_controller(config, prepared, state.token)
     except PlacementError as error:
         raise BadInput(_last_line(error)) from None
     except (RayError, OSError) as error:
@@ -330,8 +330,6 @@ def _wait_ready(config: ClusterConfig, state: ClusterState, steps: Steps) -> adm
                 continue
             heard = time.monotonic()
             progress.show(status)
-            if status.fatal_error:
-                raise RunFailed(status.fatal_error)
             for replica in status.replicas:
                 if replica.restarts >= _GIVE_UP_AFTER:
                     raise RunFailed(

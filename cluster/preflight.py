@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -63,20 +62,15 @@ def check_fits_here(config: ClusterConfig) -> None:
         config.engine.device == "auto" and not Path("/dev/nvidiactl").exists()
     )
     if config.ray_address is None and on_cpu:
-        check_fits(config, [own_cores()], 0, "cpu")
+        try:
+            fit(config, [own_cores()])
+        except PlacementError as error:
+            raise BadInput(str(error)) from None
 
 
 def own_cores() -> int:
     """Cores this process may use, which is what a container was given."""
     return len(os.sched_getaffinity(0))
-
-
-def check_fits(config: ClusterConfig, node_cores: Sequence[int], gpus: int, device: str) -> None:
-    """Raises BadInput when the shards outnumber what Ray says the cluster has."""
-    try:
-        fit(config, node_cores, gpus, device)
-    except PlacementError as error:
-        raise BadInput(str(error)) from None
 
 
 def _holder(port: int) -> str:

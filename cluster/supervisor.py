@@ -48,7 +48,6 @@ class ReplicaRecord:
     shards: tuple[ShardInfo, ...] = ()
     restarts: int = 0
     last_error: str = ""
-    ever_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,7 @@ class ReplicaSupervisor:
                 async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                     ready = await actor.phase.remote() == admin_pb2.READY
                     info: ReplicaInfo | None = await actor.describe.remote()
+                    slots: tuple[ShardSlot, ...] = await actor.slots.remote()
             except (ValueError, RayError, TimeoutError):
                 ready, info = False, None
             if not ready or info is None:  # loading or draining under nobody's eyes: start afresh
@@ -172,7 +172,7 @@ class ReplicaSupervisor:
             self._actor = actor
             self.record.epoch, self.record.info = info.epoch, info
             self._group = await asyncio.to_thread(_find_group, self.record.name)
-            self.record.slots = await actor.slots.remote()
+            self.record.slots = slots
             await self.refresh_shards()
             self._move(admin_pb2.READY)
             return
@@ -210,13 +210,21 @@ class ReplicaSupervisor:
         }
         actor = self._actor = ray.remote(ReplicaActor).options(**options).remote(spec)
         start = asyncio.ensure_future(_awaited(actor.start.remote()))
-        async with asyncio.timeout(around.config.engine.start_timeout_s):
-            await actor.phase.remote()
-            self._move(admin_pb2.LOADING)
-            while not start.done():
-                await asyncio.wait({start}, timeout=_PLACE_POLL_S)
-                await self._follow_phase(actor)
-        record.info = start.result()
+        try:
+            async with asyncio.timeout(around.config.engine.start_timeout_s):
+                await actor.phase.remote()
+                self._move(admin_pb2.LOADING)
+                while not start.done():
+                    await asyncio.wait({start}, timeout=_PLACE_POLL_S)
+                    await self._follow_phase(actor)
+            record.info = start.result()
+        except TimeoutError:
+            limit_s = around.config.engine.start_timeout_s
+            raise PlacementError(
+                f"not ready after {limit_s:.0f} s: raise --start-timeout-s if the machine is slow"
+            ) from None
+        finally:
+            start.cancel()
         await self.refresh_shards()
         self._move(admin_pb2.READY)
         return actor
@@ -286,7 +294,6 @@ class ReplicaSupervisor:
 
     def _move(self, state: admin_pb2.ReplicaState.ValueType) -> None:
         self.record.state = state
-        self.record.ever_ready |= state == admin_pb2.READY
         self.record.since = time.monotonic()
         self._around.changed()
 

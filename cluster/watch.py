@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import grpc
 
 from protos import common_pb2, replica_pb2, replica_pb2_grpc
-from protos.channels import open_channel
+from protos.channels import bearer, open_channel
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class LoadWatch:
     """Follows WatchReplica of every ready replica; forgets those that left."""
 
     def __init__(self, token: str) -> None:
-        self._token = token
+        self._credential = bearer(token)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._loads: dict[str, common_pb2.ReplicaLoad] = {}
 
@@ -43,11 +43,12 @@ class LoadWatch:
         self.follow({})
 
     async def _watch(self, replica: str, address: str) -> None:
-        async with open_channel(address, token=self._token) as channel:
+        async with open_channel(address) as channel:
             stub = replica_pb2_grpc.ReplicaStub(channel)
+            request = replica_pb2.WatchReplicaRequest()
             while True:
                 with contextlib.suppress(grpc.RpcError):
-                    async for update in stub.WatchReplica(replica_pb2.WatchReplicaRequest()):
+                    async for update in stub.WatchReplica(request, metadata=self._credential):
                         self._loads[replica] = update.load
                 self._loads.pop(replica, None)
                 await asyncio.sleep(_REDIAL_S)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"v\n\x0bShardStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x0c\n\x04gpus\x18\x05 \x03(\x05\x12\x12\n\ncollective\x18\x06 \x01(\t\x12\r\n\x05\x61live\x18\x07 \x01(\x08\"\xb4\x02\n\rReplicaStatus\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvorum.v1.ReplicaState\x12\x13\n\x0bstate_for_s\x18\x04 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x05\x12\x17\n\x0f\x65ngine_core_pid\x18\x08 \x01(\x05\x12\x0c\n\x04node\x18\t \x01(\t\x12&\n\x06shards\x18\n \x03(\x0b\x32\x16.kvorum.v1.ShardStatus\x12$\n\x04load\x18\x0b \x01(\x0b\x32\x16.kvorum.v1.ReplicaLoad\x12\x10\n\x08restarts\x18\x0c \x01(\x05\x12\x12\n\nlast_error\x18\r \x01(\t\"W\n\x0cRouterStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\r\n\x05\x61live\x18\x05 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x83\x02\n\rClusterStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\x05\x12\x1e\n\x16pipeline_parallel_size\x18\x04 \x01(\x05\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.kvorum.v1.ReplicaStatus\x12(\n\x07routers\x18\x06 \x03(\x0b\x32\x17.kvorum.v1.RouterStatus\x12\x16\n\x0e\x63ontroller_pid\x18\x07 \x01(\x05\x12\x13\n\x0b\x66\x61tal_error\x18\x08 \x01(\t\"\x15\n\x13WatchMembersRequest\"\x86\x01\n\x06Member\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.kvorum.v1.ReplicaState\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\">\n\x07Members\x12\"\n\x07members\x18\x01 \x03(\x0b\x32\x11.kvorum.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\x03\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x87\x02\n\x0fTokenizerBundle\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x45\n\x0especial_tokens\x18\x04 \x03(\x0b\x32-.kvorum.v1.TokenizerBundle.SpecialTokensEntry\x12\x16\n\x0e\x63ontent_format\x18\x05 \x01(\t\x12 \n\x18\x63hat_adds_special_tokens\x18\x06 \x01(\x08\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x15RestartReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x02\"\x18\n\x16RestartReplicaResponse\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\"\x12\n\x10ShutdownResponse*\x92\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\n\n\x06PLACED\x10\x02\x12\x0b\n\x07LOADING\x10\x03\x12\x0b\n\x07WARMING\x10\x04\x12\t\n\x05READY\x10\x05\x12\x0c\n\x08\x44RAINING\x10\x06\x12\n\n\x06\x46\x41ILED\x10\x07\x12\x0b\n\x07STOPPED\x10\x08\x32\xf9\x02\n\x05\x41\x64min\x12\x42\n\tGetStatus\x12\x1b.kvorum.v1.GetStatusRequest\x1a\x18.kvorum.v1.ClusterStatus\x12\x44\n\x0cWatchMembers\x12\x1e.kvorum.v1.WatchMembersRequest\x1a\x12.kvorum.v1.Members0\x01\x12J\n\x0cGetTokenizer\x12\x1e.kvorum.v1.GetTokenizerRequest\x1a\x1a.kvorum.v1.TokenizerBundle\x12U\n\x0eRestartReplica\x12 .kvorum.v1.RestartReplicaRequest\x1a!.kvorum.v1.RestartReplicaResponse\x12\x43\n\x08Shutdown\x12\x1a.kvorum.v1.ShutdownRequest\x1a\x1b.kvorum.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"v\n\x0bShardStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x0c\n\x04gpus\x18\x05 \x03(\x05\x12\x12\n\ncollective\x18\x06 \x01(\t\x12\r\n\x05\x61live\x18\x07 \x01(\x08\"\xb4\x02\n\rReplicaStatus\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvorum.v1.ReplicaState\x12\x13\n\x0bstate_for_s\x18\x04 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x05\x12\x17\n\x0f\x65ngine_core_pid\x18\x08 \x01(\x05\x12\x0c\n\x04node\x18\t \x01(\t\x12&\n\x06shards\x18\n \x03(\x0b\x32\x16.kvorum.v1.ShardStatus\x12$\n\x04load\x18\x0b \x01(\x0b\x32\x16.kvorum.v1.ReplicaLoad\x12\x10\n\x08restarts\x18\x0c \x01(\x05\x12\x12\n\nlast_error\x18\r \x01(\t\"W\n\x0cRouterStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\r\n\x05\x61live\x18\x05 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xee\x01\n\rClusterStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\x05\x12\x1e\n\x16pipeline_parallel_size\x18\x04 \x01(\x05\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.kvorum.v1.ReplicaStatus\x12(\n\x07routers\x18\x06 \x03(\x0b\x32\x17.kvorum.v1.RouterStatus\x12\x16\n\x0e\x63ontroller_pid\x18\x07 \x01(\x05\"\x15\n\x13WatchMembersRequest\"\x86\x01\n\x06Member\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.kvorum.v1.ReplicaState\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\">\n\x07Members\x12\"\n\x07members\x18\x01 \x03(\x0b\x32\x11.kvorum.v1.Member\x12\x0f\n\x07version\x18\x02 \x01(\x03\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x87\x02\n\x0fTokenizerBundle\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x45\n\x0especial_tokens\x18\x04 \x03(\x0b\x32-.kvorum.v1.TokenizerBundle.SpecialTokensEntry\x12\x16\n\x0e\x63ontent_format\x18\x05 \x01(\t\x12 \n\x18\x63hat_adds_special_tokens\x18\x06 \x01(\x08\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x15RestartReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x02\"\x18\n\x16RestartReplicaResponse\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\"\x12\n\x10ShutdownResponse*\x92\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\n\n\x06PLACED\x10\x02\x12\x0b\n\x07LOADING\x10\x03\x12\x0b\n\x07WARMING\x10\x04\x12\t\n\x05READY\x10\x05\x12\x0c\n\x08\x44RAINING\x10\x06\x12\n\n\x06\x46\x41ILED\x10\x07\x12\x0b\n\x07STOPPED\x10\x08\x32\xf9\x02\n\x05\x41\x64min\x12\x42\n\tGetStatus\x12\x1b.kvorum.v1.GetStatusRequest\x1a\x18.kvorum.v1.ClusterStatus\x12\x44\n\x0cWatchMembers\x12\x1e.kvorum.v1.WatchMembersRequest\x1a\x12.kvorum.v1.Members0\x01\x12J\n\x0cGetTokenizer\x12\x1e.kvorum.v1.GetTokenizerRequest\x1a\x1a.kvorum.v1.TokenizerBundle\x12U\n\x0eRestartReplica\x12 .kvorum.v1.RestartReplicaRequest\x1a!.kvorum.v1.RestartReplicaResponse\x12\x43\n\x08Shutdown\x12\x1a.kvorum.v1.ShutdownRequest\x1a\x1b.kvorum.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_REPLICASTATE']._serialized_start=1527
-  _globals['_REPLICASTATE']._serialized_end=1673
+  _globals['_REPLICASTATE']._serialized_start=1506
+  _globals['_REPLICASTATE']._serialized_end=1652
   _globals['_SHARDSTATUS']._serialized_start=54
   _globals['_SHARDSTATUS']._serialized_end=172
   _globals['_REPLICASTATUS']._serialized_start=175
@@ -45,27 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=574
   _globals['_GETSTATUSREQUEST']._serialized_end=592
   _globals['_CLUSTERSTATUS']._serialized_start=595
-  _globals['_CLUSTERSTATUS']._serialized_end=854
-  _globals['_WATCHMEMBERSREQUEST']._serialized_start=856
-  _globals['_WATCHMEMBERSREQUEST']._serialized_end=877
-  _globals['_MEMBER']._serialized_start=880
-  _globals['_MEMBER']._serialized_end=1014
-  _globals['_MEMBERS']._serialized_start=1016
-  _globals['_MEMBERS']._serialized_end=1078
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1080
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1117
-  _globals['_TOKENIZERBUNDLE']._serialized_start=1120
-  _globals['_TOKENIZERBUNDLE']._serialized_end=1383
-  _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._serialized_start=1331
-  _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._serialized_end=1383
-  _globals['_RESTARTREPLICAREQUEST']._serialized_start=1385
-  _globals['_RESTARTREPLICAREQUEST']._serialized_end=1442
-  _globals['_RESTARTREPLICARESPONSE']._serialized_start=1444
-  _globals['_RESTARTREPLICARESPONSE']._serialized_end=1468
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1470
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1504
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=1506
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=1524
-  _globals['_ADMIN']._serialized_start=1676
-  _globals['_ADMIN']._serialized_end=2053
+  _globals['_CLUSTERSTATUS']._serialized_end=833
+  _globals['_WATCHMEMBERSREQUEST']._serialized_start=835
+  _globals['_WATCHMEMBERSREQUEST']._serialized_end=856
+  _globals['_MEMBER']._serialized_start=859
+  _globals['_MEMBER']._serialized_end=993
+  _globals['_MEMBERS']._serialized_start=995
+  _globals['_MEMBERS']._serialized_end=1057
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1059
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1096
+  _globals['_TOKENIZERBUNDLE']._serialized_start=1099
+  _globals['_TOKENIZERBUNDLE']._serialized_end=1362
+  _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._serialized_start=1310
+  _globals['_TOKENIZERBUNDLE_SPECIALTOKENSENTRY']._serialized_end=1362
+  _globals['_RESTARTREPLICAREQUEST']._serialized_start=1364
+  _globals['_RESTARTREPLICAREQUEST']._serialized_end=1421
+  _globals['_RESTARTREPLICARESPONSE']._serialized_start=1423
+  _globals['_RESTARTREPLICARESPONSE']._serialized_end=1447
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1449
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1483
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1485
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1503
+  _globals['_ADMIN']._serialized_start=1655
+  _globals['_ADMIN']._serialized_end=2032
 # @@protoc_insertion_point(module_scope)

@@ -214,13 +214,10 @@ class ClusterStatus(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
     CONTROLLER_PID_FIELD_NUMBER: _builtins.int
-    FATAL_ERROR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tensor_parallel_size: _builtins.int
     pipeline_parallel_size: _builtins.int
     controller_pid: _builtins.int
-    fatal_error: _builtins.str
-    """set when the cluster cannot come up as configured"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -237,11 +234,10 @@ class ClusterStatus(_message.Message):
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
         controller_pid: _builtins.int = ...,
-        fatal_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_pid", b"controller_pid", "fatal_error", b"fatal_error", "model", b"model", "name", b"name", "pipeline_parallel_size", b"pipeline_parallel_size", "replicas", b"replicas", "routers", b"routers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_pid", b"controller_pid", "model", b"model", "name", b"name", "pipeline_parallel_size", b"pipeline_parallel_size", "replicas", b"replicas", "routers", b"routers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

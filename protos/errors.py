@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
@@ -18,12 +18,6 @@ from grpc_status import rpc_status
 from protos import common_pb2
 
 DOMAIN = "kvorum"
-
-
-class Aborter(Protocol):
-    """What refusing needs of a `grpc.aio.ServicerContext`."""
-
-    async def abort_with_status(self, status: Any) -> NoReturn: ...
 
 
 @dataclass(frozen=True)

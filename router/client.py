@@ -35,6 +35,10 @@ _UNARY_TIMEOUT_S = 30.0
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
+class UnfitValueError(ValueError):
+    """An argument that the message has no room for; it says which."""
+
+
 class KvorumClient:
     """Talks to one of several routers; before the first message it fails over to the next one.
 
@@ -96,7 +100,10 @@ class KvorumClient:
             ),
         )
         if isinstance(prompt, str):
-            request.text = prompt
+            try:
+                request.text = prompt
+            except UnicodeEncodeError as error:
+                raise UnfitValueError(f"prompt: not text that UTF-8 can carry: {error}") from None
         elif prompt is not None:
             request.tokens.ids.extend(prompt)
         else:
@@ -305,5 +312,5 @@ def _sampling(fields: Mapping[str, Any]) -> common_pb2.SamplingParams:
         try:
             params.MergeFrom(common_pb2.SamplingParams(**{name: value}))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{name}: {value!r} does not fit: {error}") from None
+            raise UnfitValueError(f"{name}: {value!r} does not fit: {error}") from None
     return params

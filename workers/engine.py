@@ -138,12 +138,12 @@ class Engine:
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine cannot serve any more."""
-        llm = self._running()
+        llm, core_pid = self._running(), self._core_pid()
         while True:
             if llm.errored:
-                return "the engine died: see the replica's log"
-            if not _alive(self._core_pid()):
-                return "the EngineCore process died"
+                return f"the engine failed: EngineCore {core_pid}, a shard or a step; its log says which"
+            if not _alive(core_pid):
+                return f"the EngineCore process (pid {core_pid}) died"
             await asyncio.sleep(_DEATH_CHECK_S)
 
     def shutdown(self) -> None:

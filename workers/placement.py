@@ -65,7 +65,6 @@ class ShardInfo:
     cores: tuple[int, ...]
     gpus: tuple[int, ...]
     collective: Collective
-    busy: bool
 
 
 def choose_collective(device: str, slots: tuple[ShardSlot, ...], wanted: str = "auto") -> Collective:

@@ -64,7 +64,8 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
                 scope.finish(refused or error)
             if refused is None:
                 raise
-            task.uncancel()
+            if isinstance(error, asyncio.CancelledError):
+                task.uncancel()  # ours: the call itself lives, and is owed a status
             await context.abort_with_status(to_status(refused))
         finally:
             self._running.discard(task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from typing import Any
 
 import ray
@@ -32,7 +31,6 @@ class Shard(RayWorkerProc):
         self._indices = cores
         self._collective = collective
         self._spin = spin
-        self._step_started = 0.0
 
     def place(self) -> tuple[str, str, list[int]]:
         """(node id, node ip, physical GPU ids) as Ray placed this actor."""
@@ -87,15 +85,7 @@ class Shard(RayWorkerProc):
             cores=self._cores,
             gpus=tuple(gpus),
             collective=self._collective,
-            busy=self._step_started > 0,
         )
-
-    def _execute_worker_rpc(self, rpc_request: Any) -> None:
-        self._step_started = time.monotonic()
-        try:
-            super()._execute_worker_rpc(rpc_request)
-        finally:
-            self._step_started = 0.0
 
 
 def _keep_off_shared_memory() -> None:

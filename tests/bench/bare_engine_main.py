@@ -13,7 +13,6 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 
 async def main(model: str) -> None:
-    import uvloop  # noqa: F401 - the loop below is the caller's choice
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs.engine import tokens_input

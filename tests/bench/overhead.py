@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
@@ -28,6 +29,10 @@ SETTLE_S = 1.5
 """Bare vLLM's processes spin for a second after their last step; that must not fall into our turn."""
 
 
+ANSWER_S = 300.0
+"""Bare vLLM's start, or one turn, takes no longer."""
+
+
 class BareEngine:
     """Bare AsyncLLM in its own process."""
 
@@ -41,27 +46,30 @@ class BareEngine:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        while (line := self._read()).strip() != "ready":
-            if not line:
-                raise RuntimeError("bare vLLM did not start")
+        self._wait_for("ready")
 
     def run(self, plan: Round) -> Result:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(plan)) + "\n")
         self._process.stdin.flush()
-        while not (line := self._read()).startswith("{"):
-            if not line:
-                raise RuntimeError("bare vLLM ended")
-        return Result(**json.loads(line))
+        return Result(**json.loads(self._wait_for("{")))
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
-    def _read(self) -> str:
+    def _wait_for(self, prefix: str) -> str:
         assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        too_late = threading.Timer(ANSWER_S, self._process.kill)
+        too_late.start()
+        try:
+            while not (line := self._process.stdout.readline()).startswith(prefix):
+                if not line:
+                    raise RuntimeError(f"bare vLLM ended, or gave no answer within {ANSWER_S:.0f} s")
+        finally:
+            too_late.cancel()
+        return line
 
 
 async def through_cluster(addresses: Sequence[str], plan: Round) -> Result:

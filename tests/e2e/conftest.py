@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,14 @@ class RunningCluster:
     def wait(
         self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 150
     ) -> dict[str, Any]:
-        """Poll the status until the condition holds."""
+        """Poll the status until the condition holds; while a controller restarts there is none."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            shown = self.status()
-            if condition(shown):
-                return shown
+            done = self.cli("status", "--name", self.name, "--json")
+            if done.returncode == 0 and condition(shown := json.loads(done.stdout)):
+                return dict(shown)
             time.sleep(0.3)
-        raise AssertionError(f"no {what} within {timeout_s} s; last status: {json.dumps(shown)[:3000]}")
+        raise AssertionError(f"no {what} within {timeout_s} s; last: {done.stdout[:3000]} {done.stderr}")
 
 
 @dataclass
@@ -169,16 +168,3 @@ async def collect(client: KvorumClient, prompt: Any = None, **arguments: Any) ->
             if choice.finish_reason:
                 answer.finish[choice.index] = choice.finish_reason
     return answer
-
-
-@contextmanager
-def eventually(timeout_s: float = 10.0) -> Iterator[Callable[[Callable[[], bool]], None]]:
-    """`with eventually() as check: check(lambda: ...)`: poll a condition to its deadline."""
-
-    def check(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"condition not met within {timeout_s} s"
-            time.sleep(0.1)
-
-    yield check

@@ -43,15 +43,6 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         self.may_end.wait(20)
         return admin_pb2.ShutdownResponse()
 
-    def WatchMembers(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
-
-    def GetTokenizer(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
-
-    def RestartReplica(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
-
     def _check(self, context: Any) -> None:
         if (AUTH_KEY, f"Bearer {self._token}") not in context.invocation_metadata():
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")

@@ -71,6 +71,18 @@ async def test_replica_in_another_state_than_ready_is_not_picked(
         await eventually(lambda: c.pickable() == [])
 
 
+async def test_model_whose_replicas_are_all_away_stays_known_with_its_tokenizer() -> None:
+    async with cluster() as c:
+        info = (await c.add("r0")).model
+        tokenizer = c.members.tokenizer(info)
+        away = [admin_pb2.Member(replica=name, state=admin_pb2.FAILED, model=info) for name in ("r0", "r1")]
+        await c.controller.announce(*away)
+        await eventually(lambda: c.pickable() == [])
+        assert c.members.resolve("").name == info.name
+        assert c.members.tokenizer(info) is tokenizer
+        assert "(0 of 2 ready)" in c.members.no_replica(info.name).message
+
+
 async def test_members_are_kept_while_the_controller_is_away_and_followed_when_it_is_back() -> None:
     async with cluster() as c:
         await c.add("r0")
