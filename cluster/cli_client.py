@@ -37,6 +37,7 @@ _STRUCTURED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--grammar", {"help": "the text must parse under this EBNF grammar; @FILE reads it from a file"}),
     ("--json-object", {"is_flag": True, "default": None, "help": "the text must be a JSON object"}),
 )
+_NOT_GIVEN = (None, (), False)  # unlike an empty text, which was
 
 
 def request_options(command: F) -> F:
@@ -136,12 +137,12 @@ def _request(given: dict[str, Any]) -> dict[str, Any]:
     from protos import common_pb2
 
     structured = common_pb2.StructuredOutput()
-    chosen = [name for name, _ in _STRUCTURED if given.get(_parameter(name))]
+    chosen = [name for name, _ in _STRUCTURED if given.get(_parameter(name)) not in _NOT_GIVEN]
     if len(chosen) > 1:
         raise BadInput(f"{' and '.join(chosen)} exclude each other")
     for name, _options in _STRUCTURED:
         value = given.pop(_parameter(name))
-        if not value:
+        if value in _NOT_GIVEN:
             continue
         if name == "--choice":
             structured.choice.option.extend(value)

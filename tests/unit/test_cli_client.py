@@ -126,6 +126,22 @@ def test_sampling_and_structure_reach_the_replica(run: Cli, tmp_path: Path) -> N
     assert not sampling.HasField("top_p")
 
 
+def test_empty_constraint_is_sent_not_dropped(run: Cli) -> None:
+    with served() as stack:
+        code, _, err = run("generate", "one", "--grammar", "", "--address", stack.address)
+    assert code == 2
+    assert "grammar" in err
+
+
+@pytest.mark.parametrize("option", ["--seed", "--top-k"])
+def test_number_that_fits_no_field_is_bad_input(run: Cli, option: str) -> None:
+    with served() as stack:
+        code, out, err = run("generate", "one", option, "9" * 20, "--address", stack.address)
+    assert (code, out) == (2, "")
+    assert option.removeprefix("--").replace("-", "_") in err
+    assert len(err.splitlines()) == 1
+
+
 def test_refused_request_is_one_line_and_exit_two(run: Cli) -> None:
     with served() as stack:
         code, out, err = run("generate", "one", "--temperature", "-1", "--address", stack.address)
