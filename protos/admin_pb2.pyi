@@ -58,6 +58,145 @@ STOPPED: ReplicaState.ValueType  # 8
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
+class GetRouterStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRouterStateRequest: _TypeAlias = GetRouterStateRequest  # noqa: Y015
+
+@_typing.final
+class RouterState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    in_flight: _builtins.int
+    """streams"""
+    leases: _builtins.int
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueState]:
+        """by model"""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaView]: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        in_flight: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        queues: _abc.Iterable[Global___QueueState] | None = ...,
+        replicas: _abc.Iterable[Global___ReplicaView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "leases", b"leases", "policy", b"policy", "queues", b"queues", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterState: _TypeAlias = RouterState  # noqa: Y015
+
+@_typing.final
+class QueueState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_DRAIN_S_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    length: _builtins.int
+    oldest_wait_s: _builtins.float
+    predicted_drain_s: _builtins.float
+    refused: _builtins.int
+    """since the router's start"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        length: _builtins.int = ...,
+        oldest_wait_s: _builtins.float = ...,
+        predicted_drain_s: _builtins.float = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "model", b"model", "oldest_wait_s", b"oldest_wait_s", "predicted_drain_s", b"predicted_drain_s", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueState: _TypeAlias = QueueState  # noqa: Y015
+
+@_typing.final
+class ReplicaView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    VIEWS_DROPPED_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    TTFT_ERROR_MS_FIELD_NUMBER: _builtins.int
+    CACHED_ERROR_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    epoch: _builtins.str
+    standing: _builtins.str
+    """ready | suspect | out"""
+    degraded: _builtins.str
+    """why it gets no cache credit; empty: in order"""
+    blocks: _builtins.int
+    """indexed as resident there"""
+    block_size: _builtins.int
+    views_dropped: _builtins.int
+    """gaps, changed epochs, nonsense; since the router's start"""
+    leases: _builtins.int
+    ttft_error_ms: _builtins.float
+    """mean |predicted - measured|, recent"""
+    cached_error_tokens: _builtins.float
+    """mean |predicted - actual|, recent"""
+    prefill_ms_per_token: _builtins.float
+    """learned"""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        standing: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        views_dropped: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        ttft_error_ms: _builtins.float = ...,
+        cached_error_tokens: _builtins.float = ...,
+        prefill_ms_per_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "cached_error_tokens", b"cached_error_tokens", "degraded", b"degraded", "epoch", b"epoch", "leases", b"leases", "prefill_ms_per_token", b"prefill_ms_per_token", "replica", b"replica", "standing", b"standing", "ttft_error_ms", b"ttft_error_ms", "views_dropped", b"views_dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaView: _TypeAlias = ReplicaView  # noqa: Y015
+
+@_typing.final
 class ShardStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

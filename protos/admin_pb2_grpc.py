@@ -271,3 +271,78 @@ class Admin:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RouterAdminStub:
+    """What one router knows; served by the router itself.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetRouterState = channel.unary_unary(
+                '/kvorum.v1.RouterAdmin/GetRouterState',
+                request_serializer=protos_dot_admin__pb2.GetRouterStateRequest.SerializeToString,
+                response_deserializer=protos_dot_admin__pb2.RouterState.FromString,
+                _registered_method=True)
+
+
+class RouterAdminServicer:
+    """What one router knows; served by the router itself.
+    """
+
+    def GetRouterState(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RouterAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetRouterState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRouterState,
+                    request_deserializer=protos_dot_admin__pb2.GetRouterStateRequest.FromString,
+                    response_serializer=protos_dot_admin__pb2.RouterState.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvorum.v1.RouterAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvorum.v1.RouterAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RouterAdmin:
+    """What one router knows; served by the router itself.
+    """
+
+    @staticmethod
+    def GetRouterState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.RouterAdmin/GetRouterState',
+            protos_dot_admin__pb2.GetRouterStateRequest.SerializeToString,
+            protos_dot_admin__pb2.RouterState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

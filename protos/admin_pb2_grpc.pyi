@@ -95,3 +95,31 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Drains everything, removes every actor and placement group of this cluster."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RouterAdminStub:
+    """What one router knows; served by the router itself."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RouterAdminAsyncStub: ...
+    GetRouterState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRouterStateRequest, _admin_pb2.RouterState]
+
+@_typing.type_check_only
+class RouterAdminAsyncStub(RouterAdminStub):
+    """What one router knows; served by the router itself."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    GetRouterState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRouterStateRequest, _admin_pb2.RouterState]  # type: ignore[assignment]
+
+class RouterAdminServicer(metaclass=_abc_1.ABCMeta):
+    """What one router knows; served by the router itself."""
+
+    @_abc_1.abstractmethod
+    def GetRouterState(
+        self,
+        request: _admin_pb2.GetRouterStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RouterState, _abc.Awaitable[_admin_pb2.RouterState]]: ...
+
+def add_RouterAdminServicer_to_server(servicer: RouterAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

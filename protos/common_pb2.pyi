@@ -48,6 +48,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """an operator named something that does not exist"""
     ROUTER_DRAINING: _Reason.ValueType  # 15
     """this router is going away; another one can serve"""
+    TICKET_INVALID: _Reason.ValueType  # 16
+    """of a lookaside stream: forged, expired, used, or for another replica"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why a request was refused or broken. Carried as ErrorInfo.reason (domain "kvorum"),
@@ -77,6 +79,8 @@ NOT_FOUND: Reason.ValueType  # 14
 """an operator named something that does not exist"""
 ROUTER_DRAINING: Reason.ValueType  # 15
 """this router is going away; another one can serve"""
+TICKET_INVALID: Reason.ValueType  # 16
+"""of a lookaside stream: forged, expired, used, or for another replica"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _FinishReason:
@@ -602,7 +606,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def times(self) -> Global___EngineTimes:
-        """on the last message"""
+        """on the first message (queue and prefill) and on the last"""
 
     def __init__(
         self,
@@ -661,6 +665,12 @@ class ReplicaLoad(_message.Message):
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PREFILL_BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     kv_usage: _builtins.float
@@ -673,6 +683,18 @@ class ReplicaLoad(_message.Message):
     block_size: _builtins.int
     """tokens"""
     preemptions: _builtins.int
+    sequences: _builtins.int
+    """accepted and not finished, whichever router or client sent them"""
+    prefill_backlog_tokens: _builtins.int
+    """of those without a first token: prompt tokens still to compute"""
+    prefill_ms_per_token: _builtins.float
+    """measured over recent steps; 0 until then"""
+    decode_step_ms: _builtins.float
+    """of recent steps without prefill; 0 until then"""
+    max_sequences: _builtins.int
+    """batched in one engine step"""
+    max_batch_tokens: _builtins.int
+    """computed in one engine step"""
     def __init__(
         self,
         *,
@@ -685,10 +707,16 @@ class ReplicaLoad(_message.Message):
         kv_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        prefill_backlog_tokens: _builtins.int = ...,
+        prefill_ms_per_token: _builtins.float = ...,
+        decode_step_ms: _builtins.float = ...,
+        max_sequences: _builtins.int = ...,
+        max_batch_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_step_ms", b"decode_step_ms", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "max_batch_tokens", b"max_batch_tokens", "max_sequences", b"max_sequences", "preemptions", b"preemptions", "prefill_backlog_tokens", b"prefill_backlog_tokens", "prefill_ms_per_token", b"prefill_ms_per_token", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "sequences", b"sequences", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,33 +25,49 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xe6\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"X\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.kvorum.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.kvorum.v1.RequestOptionsB\x08\n\x06prompt\"\x9a\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.kvorum.v1.ChatPrompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.RequestOptions\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"W\n\x10TokenizeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x10\n\x08rendered\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ServedModel\"a\n\x0bServedModel\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x16\n\x0eready_replicas\x18\x02 \x01(\x05\x12\x16\n\x0eknown_replicas\x18\x03 \x01(\x05\x32\xa1\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvorum.v1.GenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.kvorum.v1.ChatRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvorum.v1.TokenizeRequest\x1a\x1b.kvorum.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.kvorum.v1.ListModelsRequest\x1a\x1d.kvorum.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xe6\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\xa9\x01\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12.\n\rservice_class\x18\x07 \x01(\x0e\x32\x17.kvorum.v1.ServiceClass\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.kvorum.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.kvorum.v1.RequestOptionsB\x08\n\x06prompt\"\x9a\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.kvorum.v1.ChatPrompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.RequestOptions\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.kvorum.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"W\n\x10TokenizeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x10\n\x08rendered\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvorum.v1.ServedModel\"a\n\x0bServedModel\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x16\n\x0eready_replicas\x18\x02 \x01(\x05\x12\x16\n\x0eknown_replicas\x18\x03 \x01(\x05\"\x81\x02\n\rRouteResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\t\x12\x17\n\x0freplica_request\x18\x04 \x01(\x0c\x12!\n\x06served\x18\x05 \x01(\x0b\x32\x11.kvorum.v1.Served\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12\x38\n\x08metadata\x18\x07 \x03(\x0b\x32&.kvorum.v1.RouteResponse.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9c\x01\n\x10ReportEndRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x13\n\x06ttft_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.kvorum.v1.Usage\x12%\n\x05times\x18\x04 \x01(\x0b\x32\x16.kvorum.v1.EngineTimes\x12\x0c\n\x04lost\x18\x05 \x01(\x08\x42\t\n\x07_ttft_s\"\x13\n\x11ReportEndResponse\"\xd5\x01\n\x0f\x45xplainResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x05 \x01(\t\x12\x0b\n\x03why\x18\x06 \x01(\t\x12.\n\ncandidates\x18\x07 \x03(\x0b\x32\x1a.kvorum.v1.CandidateReport\x12\x14\n\x0cqueue_length\x18\x08 \x01(\x05\x12\x15\n\rqueue_wait_ms\x18\t \x01(\x01\"\x9e\x03\n\x0f\x43\x61ndidateReport\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x08\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\x05\x12\x16\n\x0epending_tokens\x18\x06 \x01(\x05\x12\x15\n\rpooled_tokens\x18\x07 \x01(\x05\x12\x17\n\x0funcached_tokens\x18\x08 \x01(\x05\x12\x10\n\x08queue_ms\x18\t \x01(\x01\x12\x12\n\nprefill_ms\x18\n \x01(\x01\x12\x10\n\x08\x66\x65tch_ms\x18\x0b \x01(\x01\x12\x17\n\x0finterference_ms\x18\x0c \x01(\x01\x12\x13\n\x0boverhead_ms\x18\r \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x0e \x01(\x01\x12\x0f\n\x07harm_ms\x18\x0f \x01(\x01\x12\x13\n\x0b\x61\x66\x66inity_ms\x18\x10 \x01(\x01\x12\x10\n\x08score_ms\x18\x11 \x01(\x01\x12\x11\n\tsequences\x18\x12 \x01(\x05\x12\x16\n\x0e\x62\x61\x63klog_tokens\x18\x13 \x01(\x03\x12\x10\n\x08kv_usage\x18\x14 \x01(\x02**\n\x0cServiceClass\x12\x0f\n\x0bINTERACTIVE\x10\x00\x12\t\n\x05\x42\x41TCH\x10\x01\x32\xeb\x03\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvorum.v1.GenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.kvorum.v1.ChatRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvorum.v1.TokenizeRequest\x1a\x1b.kvorum.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.kvorum.v1.ListModelsRequest\x1a\x1d.kvorum.v1.ListModelsResponse\x12=\n\x05Route\x12\x1a.kvorum.v1.GenerateRequest\x1a\x18.kvorum.v1.RouteResponse\x12\x46\n\tReportEnd\x12\x1b.kvorum.v1.ReportEndRequest\x1a\x1c.kvorum.v1.ReportEndResponse\x12\x41\n\x07\x45xplain\x12\x1a.kvorum.v1.GenerateRequest\x1a\x1a.kvorum.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROUTERESPONSE_METADATAENTRY']._loaded_options = None
+  _globals['_ROUTERESPONSE_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_SERVICECLASS']._serialized_start=2373
+  _globals['_SERVICECLASS']._serialized_end=2415
   _globals['_TOKENIDS']._serialized_start=58
   _globals['_TOKENIDS']._serialized_end=81
   _globals['_CHATPROMPT']._serialized_start=84
   _globals['_CHATPROMPT']._serialized_end=314
-  _globals['_REQUESTOPTIONS']._serialized_start=316
-  _globals['_REQUESTOPTIONS']._serialized_end=404
-  _globals['_GENERATEREQUEST']._serialized_start=407
-  _globals['_GENERATEREQUEST']._serialized_end=632
-  _globals['_CHATREQUEST']._serialized_start=635
-  _globals['_CHATREQUEST']._serialized_end=789
-  _globals['_TOKENIZEREQUEST']._serialized_start=792
-  _globals['_TOKENIZEREQUEST']._serialized_end=945
-  _globals['_TOKENIZERESPONSE']._serialized_start=947
-  _globals['_TOKENIZERESPONSE']._serialized_end=1034
-  _globals['_LISTMODELSREQUEST']._serialized_start=1036
-  _globals['_LISTMODELSREQUEST']._serialized_end=1055
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1057
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1117
-  _globals['_SERVEDMODEL']._serialized_start=1119
-  _globals['_SERVEDMODEL']._serialized_end=1216
-  _globals['_INFERENCE']._serialized_start=1219
-  _globals['_INFERENCE']._serialized_end=1508
+  _globals['_REQUESTOPTIONS']._serialized_start=317
+  _globals['_REQUESTOPTIONS']._serialized_end=486
+  _globals['_GENERATEREQUEST']._serialized_start=489
+  _globals['_GENERATEREQUEST']._serialized_end=714
+  _globals['_CHATREQUEST']._serialized_start=717
+  _globals['_CHATREQUEST']._serialized_end=871
+  _globals['_TOKENIZEREQUEST']._serialized_start=874
+  _globals['_TOKENIZEREQUEST']._serialized_end=1027
+  _globals['_TOKENIZERESPONSE']._serialized_start=1029
+  _globals['_TOKENIZERESPONSE']._serialized_end=1116
+  _globals['_LISTMODELSREQUEST']._serialized_start=1118
+  _globals['_LISTMODELSREQUEST']._serialized_end=1137
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1139
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1199
+  _globals['_SERVEDMODEL']._serialized_start=1201
+  _globals['_SERVEDMODEL']._serialized_end=1298
+  _globals['_ROUTERESPONSE']._serialized_start=1301
+  _globals['_ROUTERESPONSE']._serialized_end=1558
+  _globals['_ROUTERESPONSE_METADATAENTRY']._serialized_start=1511
+  _globals['_ROUTERESPONSE_METADATAENTRY']._serialized_end=1558
+  _globals['_REPORTENDREQUEST']._serialized_start=1561
+  _globals['_REPORTENDREQUEST']._serialized_end=1717
+  _globals['_REPORTENDRESPONSE']._serialized_start=1719
+  _globals['_REPORTENDRESPONSE']._serialized_end=1738
+  _globals['_EXPLAINRESPONSE']._serialized_start=1741
+  _globals['_EXPLAINRESPONSE']._serialized_end=1954
+  _globals['_CANDIDATEREPORT']._serialized_start=1957
+  _globals['_CANDIDATEREPORT']._serialized_end=2371
+  _globals['_INFERENCE']._serialized_start=2418
+  _globals['_INFERENCE']._serialized_end=2909
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,23 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ServiceClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INTERACTIVE: _ServiceClass.ValueType  # 0
+    BATCH: _ServiceClass.ValueType  # 1
+    """waits behind interactive requests"""
+
+class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper): ...
+
+INTERACTIVE: ServiceClass.ValueType  # 0
+BATCH: ServiceClass.ValueType  # 1
+"""waits behind interactive requests"""
+Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -98,6 +116,9 @@ class RequestOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """made by the router when empty"""
     priority: _builtins.int
@@ -106,6 +127,11 @@ class RequestOptions(_message.Message):
     """requests share cached blocks only under the same salt"""
     lora: _builtins.str
     """adapter name"""
+    session: _builtins.str
+    """requests of one session prefer one replica, all else being about equal"""
+    tenant: _builtins.str
+    """tenants share a full cluster fairly"""
+    service_class: Global___ServiceClass.ValueType
     def __init__(
         self,
         *,
@@ -113,10 +139,13 @@ class RequestOptions(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         lora: _builtins.str = ...,
+        session: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        service_class: Global___ServiceClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "priority", b"priority", "request_id", b"request_id", "service_class", b"service_class", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,3 +350,258 @@ class ServedModel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
+class RouteResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    REPLICA_REQUEST_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the replica; call kvorum.v1.Replica/Generate there"""
+    attempt_id: _builtins.str
+    ticket: _builtins.str
+    """send as metadata kvorum-ticket"""
+    replica_request: _builtins.bytes
+    """a serialised ReplicaGenerateRequest; the ticket is for exactly this one"""
+    expires_in_s: _builtins.float
+    """start the stream before"""
+    @_builtins.property
+    def served(self) -> _common_pb2.Served: ...
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """to send along: the trace context"""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
+        ticket: _builtins.str = ...,
+        replica_request: _builtins.bytes = ...,
+        served: _common_pb2.Served | None = ...,
+        expires_in_s: _builtins.float = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["served", b"served"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt_id", b"attempt_id", "expires_in_s", b"expires_in_s", "metadata", b"metadata", "replica_request", b"replica_request", "served", b"served", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class ReportEndRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    ttft_s: _builtins.float
+    """as the client measured it; absent: no token came"""
+    lost: _builtins.bool
+    """the replica could not be reached, or broke the stream"""
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def times(self) -> _common_pb2.EngineTimes: ...
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        ttft_s: _builtins.float | None = ...,
+        usage: _common_pb2.Usage | None = ...,
+        times: _common_pb2.EngineTimes | None = ...,
+        lost: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "lost", b"lost", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___ReportEndRequest: _TypeAlias = ReportEndRequest  # noqa: Y015
+
+@_typing.final
+class ReportEndResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEndResponse: _TypeAlias = ReportEndResponse  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
+    QUEUE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    prompt_tokens: _builtins.int
+    block_size: _builtins.int
+    """0: not known yet, so nothing counts as cached"""
+    policy: _builtins.str
+    chosen: _builtins.str
+    """replica"""
+    why: _builtins.str
+    queue_length: _builtins.int
+    """requests waiting in this router for a replica"""
+    queue_wait_ms: _builtins.float
+    """predicted for a request that comes now"""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateReport]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        policy: _builtins.str = ...,
+        chosen: _builtins.str = ...,
+        why: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___CandidateReport] | None = ...,
+        queue_length: _builtins.int = ...,
+        queue_wait_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "candidates", b"candidates", "chosen", b"chosen", "model", b"model", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_length", b"queue_length", "queue_wait_ms", b"queue_wait_ms", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class CandidateReport(_message.Message):
+    """Times are predicted milliseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PENDING_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
+    INTERFERENCE_MS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    HARM_MS_FIELD_NUMBER: _builtins.int
+    AFFINITY_MS_FIELD_NUMBER: _builtins.int
+    SCORE_MS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_USAGE_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    epoch: _builtins.str
+    chosen: _builtins.bool
+    degraded: _builtins.str
+    """why it gets no cache credit, or is not picked; empty: in order"""
+    cached_tokens: _builtins.int
+    """resident there"""
+    pending_tokens: _builtins.int
+    """of a prompt in flight there: cached by the time this one runs"""
+    pooled_tokens: _builtins.int
+    """to be fetched"""
+    uncached_tokens: _builtins.int
+    """to be computed"""
+    queue_ms: _builtins.float
+    prefill_ms: _builtins.float
+    fetch_ms: _builtins.float
+    interference_ms: _builtins.float
+    """running decodes slow this prefill"""
+    overhead_ms: _builtins.float
+    """everything else that outcomes have shown"""
+    ttft_ms: _builtins.float
+    """the sum of the above"""
+    harm_ms: _builtins.float
+    """slow-down of what runs there already, weighted"""
+    affinity_ms: _builtins.float
+    """credit of the session"""
+    score_ms: _builtins.float
+    """ttft + harm - affinity; the least wins"""
+    sequences: _builtins.int
+    """estimated, all routers"""
+    backlog_tokens: _builtins.int
+    kv_usage: _builtins.float
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        chosen: _builtins.bool = ...,
+        degraded: _builtins.str = ...,
+        cached_tokens: _builtins.int = ...,
+        pending_tokens: _builtins.int = ...,
+        pooled_tokens: _builtins.int = ...,
+        uncached_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        fetch_ms: _builtins.float = ...,
+        interference_ms: _builtins.float = ...,
+        overhead_ms: _builtins.float = ...,
+        ttft_ms: _builtins.float = ...,
+        harm_ms: _builtins.float = ...,
+        affinity_ms: _builtins.float = ...,
+        score_ms: _builtins.float = ...,
+        sequences: _builtins.int = ...,
+        backlog_tokens: _builtins.int = ...,
+        kv_usage: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "backlog_tokens", b"backlog_tokens", "cached_tokens", b"cached_tokens", "chosen", b"chosen", "degraded", b"degraded", "epoch", b"epoch", "fetch_ms", b"fetch_ms", "harm_ms", b"harm_ms", "interference_ms", b"interference_ms", "kv_usage", b"kv_usage", "overhead_ms", b"overhead_ms", "pending_tokens", b"pending_tokens", "pooled_tokens", b"pooled_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "replica", b"replica", "score_ms", b"score_ms", "sequences", b"sequences", "ttft_ms", b"ttft_ms", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidateReport: _TypeAlias = CandidateReport  # noqa: Y015

@@ -55,6 +55,21 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/kvorum.v1.Inference/Route',
+                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.RouteResponse.FromString,
+                _registered_method=True)
+        self.ReportEnd = channel.unary_unary(
+                '/kvorum.v1.Inference/ReportEnd',
+                request_serializer=protos_dot_inference__pb2.ReportEndRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ReportEndResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvorum.v1.Inference/Explain',
+                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -87,6 +102,27 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Route(self, request, context):
+        """Lookaside: decides as Generate would, and lets the client stream from the replica itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportEnd(self, request, context):
+        """How a routed stream ended. Without it the router's lease ends when the ticket expires.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """The decision for this request with every term of every candidate; runs nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +145,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.RouteResponse.SerializeToString,
+            ),
+            'ReportEnd': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEnd,
+                    request_deserializer=protos_dot_inference__pb2.ReportEndRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ReportEndResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +270,87 @@ class Inference:
             '/kvorum.v1.Inference/ListModels',
             protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Inference/Route',
+            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            protos_dot_inference__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEnd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Inference/ReportEnd',
+            protos_dot_inference__pb2.ReportEndRequest.SerializeToString,
+            protos_dot_inference__pb2.ReportEndResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Inference/Explain',
+            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            protos_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

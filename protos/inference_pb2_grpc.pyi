@@ -39,6 +39,12 @@ class InferenceStub:
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """The tokens that Generate or Chat would send to the engine."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
+    Route: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RouteResponse]
+    """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+    ReportEnd: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReportEndRequest, _inference_pb2.ReportEndResponse]
+    """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]
+    """The decision for this request with every term of every candidate; runs nothing."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -50,6 +56,12 @@ class InferenceAsyncStub(InferenceStub):
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The tokens that Generate or Chat would send to the engine."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
+    Route: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RouteResponse]  # type: ignore[assignment]
+    """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+    ReportEnd: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReportEndRequest, _inference_pb2.ReportEndResponse]  # type: ignore[assignment]
+    """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
+    """The decision for this request with every term of every candidate; runs nothing."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -82,5 +94,29 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Route(
+        self,
+        request: _inference_pb2.GenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RouteResponse, _abc.Awaitable[_inference_pb2.RouteResponse]]:
+        """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+
+    @_abc_1.abstractmethod
+    def ReportEnd(
+        self,
+        request: _inference_pb2.ReportEndRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ReportEndResponse, _abc.Awaitable[_inference_pb2.ReportEndResponse]]:
+        """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.GenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
+        """The decision for this request with every term of every candidate; runs nothing."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEVICE: _Tier.ValueType  # 0
+    """the engine's own KV cache"""
+    HOST: _Tier.ValueType  # 1
+    """memory of the replica's host"""
+    STORAGE: _Tier.ValueType  # 2
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper): ...
+
+DEVICE: Tier.ValueType  # 0
+"""the engine's own KV cache"""
+HOST: Tier.ValueType  # 1
+"""memory of the replica's host"""
+STORAGE: Tier.ValueType  # 2
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 @_typing.final
 class ReplicaGenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -30,12 +52,18 @@ class ReplicaGenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_text: _builtins.str
     """for stop-string bookkeeping only; may be empty"""
     priority: _builtins.int
     cache_salt: _builtins.str
     lora: _builtins.str
+    expected_cached_tokens: _builtins.int
+    """what the router counts on; for the backlog that the replica reports"""
+    attempt_id: _builtins.str
+    """names one try of a request; a ticket is good for one"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -50,10 +78,12 @@ class ReplicaGenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         lora: _builtins.str = ...,
+        expected_cached_tokens: _builtins.int = ...,
+        attempt_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "priority", b"priority", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "expected_cached_tokens", b"expected_cached_tokens", "lora", b"lora", "priority", b"priority", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -83,17 +113,38 @@ class ReplicaUpdate(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCKS_DEGRADED_FIELD_NUMBER: _builtins.int
+    BLOCKS_MORE_FIELD_NUMBER: _builtins.int
+    BLOCKS_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCKS_XOR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     """minted at each engine start"""
     seq: _builtins.int
     """1 is the snapshot"""
     draining: _builtins.bool
+    block_size: _builtins.int
+    """tokens, from the engine's events; 0 until the first one"""
+    blocks_degraded: _builtins.str
+    """why `blocks` may miss some; empty: it is the whole truth"""
+    blocks_more: _builtins.bool
+    """the snapshot's keys go on in the next update"""
+    blocks_count: _builtins.int
+    """Of all keys resident as of this update, over all tiers: their number and their XOR. Unset while
+    blocks_more. A reader whose own differ has lost its way and asks for a fresh snapshot.
+    """
+    blocks_xor: _builtins.int
     @_builtins.property
     def snapshot(self) -> Global___ReplicaSnapshot:
         """on seq 1 only"""
 
     @_builtins.property
     def load(self) -> _common_pb2.ReplicaLoad: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockChange]:
+        """since the update before; with the snapshot: what is resident"""
+
     def __init__(
         self,
         *,
@@ -102,14 +153,55 @@ class ReplicaUpdate(_message.Message):
         snapshot: Global___ReplicaSnapshot | None = ...,
         load: _common_pb2.ReplicaLoad | None = ...,
         draining: _builtins.bool = ...,
+        blocks: _abc.Iterable[Global___BlockChange] | None = ...,
+        block_size: _builtins.int = ...,
+        blocks_degraded: _builtins.str = ...,
+        blocks_more: _builtins.bool = ...,
+        blocks_count: _builtins.int | None = ...,
+        blocks_xor: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_blocks_count", b"_blocks_count", "blocks_count", b"blocks_count", "load", b"load", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_blocks_count", b"_blocks_count", "block_size", b"block_size", "blocks", b"blocks", "blocks_count", b"blocks_count", "blocks_degraded", b"blocks_degraded", "blocks_more", b"blocks_more", "blocks_xor", b"blocks_xor", "draining", b"draining", "epoch", b"epoch", "load", b"load", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__blocks_count: _TypeAlias = _typing.Literal["blocks_count"]  # noqa: Y015
+    _WhichOneofArgType__blocks_count: _TypeAlias = _typing.Literal["_blocks_count", b"_blocks_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__blocks_count) -> _WhichOneofReturnType__blocks_count | None: ...
+
+Global___ReplicaUpdate: _TypeAlias = ReplicaUpdate  # noqa: Y015
+
+@_typing.final
+class BlockChange(_message.Message):
+    """Keys are those of protos/blockkeys.py, 8 bytes each, little endian. A key is in `stored` when it
+    became resident, in `removed` when it ceased to be; in neither when nothing changed on balance.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    cleared: _builtins.bool
+    """first forget every block of this tier"""
+    removed: _builtins.bytes
+    stored: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        cleared: _builtins.bool = ...,
+        removed: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "removed", b"removed", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReplicaUpdate: _TypeAlias = ReplicaUpdate  # noqa: Y015
+Global___BlockChange: _TypeAlias = BlockChange  # noqa: Y015
 
 @_typing.final
 class ReplicaSnapshot(_message.Message):
@@ -117,11 +209,15 @@ class ReplicaSnapshot(_message.Message):
 
     REPLICA_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    KEY_SCHEME_FIELD_NUMBER: _builtins.int
+    RESIDENT_BLOCKS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
-    block_size: _builtins.int
     heartbeat_s: _builtins.float
+    key_scheme: _builtins.str
+    """how block keys are made; see protos/blockkeys.py"""
+    resident_blocks: _builtins.int
+    """the first of them come with the snapshot, the rest with the next deltas"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     def __init__(
@@ -129,12 +225,13 @@ class ReplicaSnapshot(_message.Message):
         *,
         replica: _builtins.str = ...,
         model: _common_pb2.ModelInfo | None = ...,
-        block_size: _builtins.int = ...,
         heartbeat_s: _builtins.float = ...,
+        key_scheme: _builtins.str = ...,
+        resident_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeat_s", b"heartbeat_s", "model", b"model", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "key_scheme", b"key_scheme", "model", b"model", "replica", b"replica", "resident_blocks", b"resident_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
