@@ -1,13 +1,16 @@
 """gRPC channel and server settings, TLS and keys: the same on every hop.
 
 Between processes of one cluster a shared token authenticates; at the router's public face
-API keys do. Tokens are compared in constant time and never logged.
+API keys do. Tokens are compared in constant time and never logged. A lookaside client, which has no
+token of the cluster, may call the methods that take a ticket with one: see protos/tickets.py.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import grpc.aio
 
 from protos import common_pb2
 from protos.errors import KvorumError, to_status
+from protos.tickets import TICKET_KEY
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Bounds a prompt of a million token ids, and the tokenizer bundle."""
@@ -24,6 +28,9 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 AUTH_KEY = "authorization"
 
 Credential = tuple[tuple[str, str], ...]
+
+TicketVerifier = Callable[[str, bytes], object]
+"""Given a ticket and the request's bytes as they came; raises KvorumError to refuse the call."""
 
 
 def bearer(token: str | None) -> Credential:
@@ -77,13 +84,22 @@ def open_channel(address: str, *, tls: ClientTls | None = None) -> grpc.aio.Chan
     return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
-def create_server(*, tokens: Iterable[str] = (), max_concurrent_rpcs: int | None = None) -> grpc.aio.Server:
+def create_server(
+    *,
+    tokens: Iterable[str] = (),
+    ticketed: Mapping[str, TicketVerifier] | None = None,
+    max_concurrent_rpcs: int | None = None,
+) -> grpc.aio.Server:
     """A server that, when `tokens` are given, admits only calls that carry one of them.
 
+    `ticketed` names methods ("/package.Service/Method", one request each) that a call without a token may
+    still reach when it carries a ticket that the verifier lets pass; the method's handler runs only then.
     Health and reflection stay open: load balancers probe without keys.
     """
     accepted = tuple(token.encode() for token in tokens)
-    interceptors: list[grpc.aio.ServerInterceptor] = [_CheckToken(accepted)] if accepted else []
+    interceptors: list[grpc.aio.ServerInterceptor] = []
+    if accepted:
+        interceptors.append(_CheckCredential(accepted, dict(ticketed or {})))
     return grpc.aio.server(
         interceptors=interceptors,
         options=_OPTIONS + _SERVER_OPTIONS,
@@ -118,26 +134,69 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = 
     return bound
 
 
-class _CheckToken(grpc.aio.ServerInterceptor):
+class _CheckCredential(grpc.aio.ServerInterceptor):
     _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
-    def __init__(self, accepted: tuple[bytes, ...]) -> None:
+    def __init__(self, accepted: tuple[bytes, ...], ticketed: dict[str, TicketVerifier]) -> None:
         self._accepted = accepted
+        self._ticketed = ticketed
         self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         if details.method.startswith(self._OPEN):
             return await continuation(details)
+        ticket: str | None = None
         for key, value in details.invocation_metadata:
             if key == AUTH_KEY and self._known(value):
                 return await continuation(details)
-        return self._refusal
+            if key == TICKET_KEY:
+                ticket = _text(value)
+        verify = self._ticketed.get(details.method)
+        if ticket is None or verify is None:
+            return self._refusal
+        handler = await continuation(details)
+        return None if handler is None else _verified(handler, ticket, verify)
 
     def _known(self, value: str | bytes) -> bool:
-        text = value if isinstance(value, str) else value.decode("utf-8", "replace")
-        scheme, _, token = text.partition(" ")
+        scheme, _, token = _text(value).partition(" ")
         matches = [hmac.compare_digest(token.encode(), accepted) for accepted in self._accepted]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
+
+
+def _verified(handler: Any, ticket: str, verify: TicketVerifier) -> Any:
+    """`handler`, for one call, behind the verifier.
+
+    It takes the request as bytes, for the ticket is about these: another serialisation of the same
+    message need not be equal.
+    """
+    if handler.request_streaming:
+        raise TypeError("a ticket is for one request: a method that streams its requests cannot take one")
+    method = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+    async def admit(raw: bytes, context: Any) -> Any:
+        try:
+            verify(ticket, raw)
+        except KvorumError as error:
+            await context.abort_with_status(to_status(error))
+        return handler.request_deserializer(raw) if handler.request_deserializer else raw
+
+    async def answer(raw: bytes, context: Any) -> Any:
+        return await method(await admit(raw, context), context)
+
+    async def stream(raw: bytes, context: Any) -> AsyncIterator[Any]:
+        async with aclosing(method(await admit(raw, context), context)) as responses:
+            async for response in responses:
+                yield response
+
+    if not handler.response_streaming:
+        return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+    # A streaming method either yields its responses or writes them to the context.
+    behaviour: Any = stream if inspect.isasyncgenfunction(method) else answer
+    return grpc.unary_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
 
 
 async def _refuse(_request: Any, context: Any) -> None:

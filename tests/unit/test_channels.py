@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import common_pb2
 from protos.channels import ClientTls, ServerTls, bearer, bind, create_server, open_channel
 from protos.errors import KvorumError, from_rpc_error
+from protos.tickets import TICKET_KEY
 
 
 @asynccontextmanager
@@ -27,10 +29,18 @@ async def echo(tls: ServerTls | None = None, **settings: Any) -> AsyncIterator[s
         yield request
         yield request
 
+    async def written(request: bytes, context: Any) -> None:
+        await context.write(request)
+        await context.write(request)
+
     server = create_server(**settings)
     handlers: dict[str, Any] = {
         "Unary": grpc.unary_unary_rpc_method_handler(unary),
         "Stream": grpc.unary_stream_rpc_method_handler(stream),
+        "Written": grpc.unary_stream_rpc_method_handler(written),
+        "Parsed": grpc.unary_unary_rpc_method_handler(
+            unary, common_pb2.Usage.FromString, common_pb2.Usage.SerializeToString
+        ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Echo", handlers),))
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
@@ -85,6 +95,97 @@ async def test_health_needs_no_token() -> None:
 async def test_server_without_tokens_admits_everyone() -> None:
     async with echo() as address, open_channel(address) as channel:
         assert await call_both(channel) == [b"u", b"s", b"s"]
+
+
+class FakeVerifier:
+    """Lets the ticket "good" pass, and notes the requests it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[bytes] = []
+
+    def __call__(self, ticket: str, request: bytes) -> None:
+        self.shown.append(request)
+        if ticket != "good":
+            raise KvorumError(grpc.StatusCode.UNAUTHENTICATED, common_pb2.TICKET_INVALID, f"{ticket} is bad")
+
+
+def with_ticket(ticket: str) -> tuple[tuple[str, str], ...]:
+    return ((TICKET_KEY, ticket),)
+
+
+@asynccontextmanager
+async def ticketed_echo(*methods: str) -> AsyncIterator[tuple[grpc.aio.Channel, FakeVerifier]]:
+    verifier = FakeVerifier()
+    ticketed = {f"/t.Echo/{method}": verifier for method in methods}
+    async with echo(tokens=["s3cret"], ticketed=ticketed) as address, open_channel(address) as channel:
+        yield channel, verifier
+
+
+async def test_a_good_ticket_opens_the_methods_that_take_one_and_is_shown_the_bytes_as_they_came() -> None:
+    async with ticketed_echo("Unary", "Stream", "Written", "Parsed") as (channel, verifier):
+        assert await call_both(channel, with_ticket("good")) == [b"u", b"s", b"s"]
+        written = channel.unary_stream("/t.Echo/Written")(b"w", timeout=5, metadata=with_ticket("good"))
+        assert [m async for m in written] == [b"w", b"w"]
+        known = common_pb2.Usage(prompt_tokens=3).SerializeToString()
+        twice = common_pb2.Usage(prompt_tokens=2).SerializeToString() + known  # the last one counts
+        parsed = await channel.unary_unary("/t.Echo/Parsed")(twice, timeout=5, metadata=with_ticket("good"))
+    assert parsed == known
+    assert verifier.shown == [b"u", b"s", b"w", twice]
+
+
+async def test_a_bad_ticket_is_refused_in_the_verifiers_words_before_the_method_runs() -> None:
+    async with ticketed_echo("Unary", "Stream", "Written") as (channel, _):
+        for error in await refusal(channel, with_ticket("torn")):
+            assert (error.reason, error.message) == (common_pb2.TICKET_INVALID, "torn is bad")
+        call = channel.unary_stream("/t.Echo/Written")(b"w", timeout=5, metadata=with_ticket("torn"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [m async for m in call]
+        assert from_rpc_error(caught.value).reason == common_pb2.TICKET_INVALID
+
+
+async def test_a_ticket_opens_no_other_method() -> None:
+    async with ticketed_echo("Parsed", "Missing") as (channel, verifier):
+        for error in await refusal(channel, with_ticket("good")):
+            assert error.reason == common_pb2.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/t.Echo/Missing")(b"", timeout=5, metadata=with_ticket("good"))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert verifier.shown == []
+
+
+async def test_a_known_token_needs_no_ticket_and_an_unknown_one_does_not_spoil_a_good_ticket() -> None:
+    async with ticketed_echo("Unary", "Stream") as (channel, verifier):
+        assert await call_both(channel, with_ticket("torn") + bearer("s3cret")) == [b"u", b"s", b"s"]
+        assert verifier.shown == []
+        assert await call_both(channel, bearer("wrong") + with_ticket("good")) == [b"u", b"s", b"s"]
+        for error in await refusal(channel, bearer("wrong")):
+            assert error.reason == common_pb2.UNAUTHENTICATED
+
+
+async def test_a_cancelled_ticketed_stream_ends_its_method() -> None:
+    ended = asyncio.Event()
+
+    async def endless(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield request
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    server = create_server(tokens=["s3cret"], ticketed={"/t.Endless/Stream": FakeVerifier()})
+    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(endless)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Endless", handlers),))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream("/t.Endless/Stream")(b"x", timeout=10, metadata=with_ticket("good"))
+            assert await call.read() == b"x"
+            call.cancel()
+            await asyncio.wait_for(ended.wait(), 5)
+    finally:
+        await server.stop(None)
 
 
 async def test_port_in_use_is_an_error_that_names_it() -> None:
