@@ -6,12 +6,14 @@ released exactly once, however the attempt ends.
     with table.take("r0@e1", prefill_tokens=120, decode_tokens=64) as lease:
         ...
         lease.generated(1)
+
+Who decides by that load is told of it (`on_change`), so that nobody has to ask per decision.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -32,11 +34,20 @@ class _Target:
     idle: asyncio.Event | None = None
 
 
-class LeaseTable:
-    """Leases by replica key. Invariant: a replica without leases takes no memory and has no load."""
+OnChange = Callable[[str, LeasedLoad], None]
 
-    def __init__(self) -> None:
+
+class LeaseTable:
+    """Leases by replica key. Invariant: a replica without leases takes no memory and has no load.
+
+    `on_change(key, load)` is called after requests, sequences or prefill tokens of a key changed;
+    not per generated token, so `load.decode_tokens` is only as fresh as that. `load` is the table's
+    own: read it at once, keep nothing of it. It must not block, raise, or take or release leases.
+    """
+
+    def __init__(self, on_change: OnChange | None = None) -> None:
         self._targets: dict[str, _Target] = {}
+        self._on_change = on_change
 
     def take(self, key: str, *, prefill_tokens: int, decode_tokens: int, sequences: int = 1) -> Lease:
         """Add a request to the load of `key`; enter the lease as a context manager, or release it."""
@@ -69,6 +80,10 @@ class LeaseTable:
             target.idle = asyncio.Event()
         await target.idle.wait()
 
+    def _changed(self, key: str, load: LeasedLoad) -> None:
+        if self._on_change is not None:
+            self._on_change(key, load)
+
     def _drop_if_unused(self, key: str, target: _Target) -> None:
         if target.load.requests == 0:
             assert target.load == LeasedLoad(), f"leases of {key} released unevenly: {target.load}"
@@ -90,18 +105,20 @@ class Lease:
         self._load.sequences += share.sequences
         self._load.prefill_tokens += share.prefill_tokens
         self._load.decode_tokens += share.decode_tokens
+        table._changed(key, self._load)
 
     def generated(self, tokens: int) -> None:
         """`tokens` more have arrived: the prompt is prefilled, and that much less is left to decode."""
         if self._released:
             return
         left = self._left
-        if left.prefill_tokens:
-            self._load.prefill_tokens -= left.prefill_tokens
-            left.prefill_tokens = 0
         done = min(tokens, left.decode_tokens)
         left.decode_tokens -= done
         self._load.decode_tokens -= done
+        if left.prefill_tokens:
+            self._load.prefill_tokens -= left.prefill_tokens
+            left.prefill_tokens = 0
+            self._table._changed(self._key, self._load)
 
     def release(self) -> None:
         """Give back what is left of it."""
@@ -113,6 +130,7 @@ class Lease:
         self._load.prefill_tokens -= self._left.prefill_tokens
         self._load.decode_tokens -= self._left.decode_tokens
         self._table._drop_if_unused(self._key, self._target)
+        self._table._changed(self._key, self._load)
 
     def __enter__(self) -> Lease:
         return self

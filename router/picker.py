@@ -1,30 +1,71 @@
-"""Which replica serves a request: one small policy per name.
+"""The words in which a replica is chosen: the request, what is known of the replicas, the choice.
 
-A policy sees plain values and returns one of the candidates it was given; it holds no load of
-its own. To add one, write a `Policy` and name it in `POLICIES` and in `config.PolicyName`.
+A policy sees arrays over the replicas that may serve the request and returns a position in them; it
+holds no load of its own. `router.policies` has them by name. To add one, write a `Policy` and name it
+there.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from router.cost import Prediction
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _MOST_ROUTERS_ASSUMED = 16.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteRequest:
+    """What a policy may know of a request."""
+
+    model: str
+    prompt_token_ids: npt.NDArray[np.int32] | Sequence[int]
+    revision: str = ""  # of the model: block keys of different revisions differ
+    sequences: int = 1
+    max_tokens: int = 1  # per sequence, the most it may generate
+    lora: str = ""
+    cache_salt: str = ""
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0  # lower is sooner
+    service_class: int = 0  # protos ServiceClass: 0 interactive, 1 batch
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that may serve the request. Loads are sequences (n per request)."""
+    """One replica's part in a decision, for people: spans, `Explain`. Times are predicted ms.
+
+    The fields are those of protos `CandidateReport`.
+    """
 
     replica: str
     epoch: str
-    reported: int = 0  # running and waiting, as the replica last said
-    leased: int = 0  # held by this router now
-    leased_at_report: int = 0  # held by this router when the replica said so
+    chosen: bool = False
+    degraded: str = ""  # why it gets no cache credit, or was not picked from; empty: in order
+    cached_tokens: int = 0  # resident there
+    pending_tokens: int = 0  # further ones of a prompt in flight there
+    pooled_tokens: int = 0  # to be fetched
+    uncached_tokens: int = 0  # to be computed
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    fetch_ms: float = 0.0
+    interference_ms: float = 0.0
+    overhead_ms: float = 0.0
+    ttft_ms: float = 0.0
+    harm_ms: float = 0.0
+    affinity_ms: float = 0.0
+    score_ms: float = 0.0
+    sequences: int = 0  # estimated, all routers
+    backlog_tokens: int = 0  # estimated, all routers
     kv_usage: float = 0.0  # 0 .. 1, as last said
-    suspect: bool = False  # silent for longer than its heartbeat allows
 
     @property
     def key(self) -> str:
@@ -32,93 +73,37 @@ class Candidate:
         return f"{self.replica}@{self.epoch}"
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """What a policy may know of a request."""
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """What a policy chooses from: at least one replica. Arrays [n], position by position.
 
-    model: str
-    prompt_token_ids: Sequence[int]
-    sequences: int = 1
-    max_tokens: int = 1  # per sequence, as predicted
-    lora: str = ""
-    cache_salt: str = ""
+    Positions follow the fleet's rows, which say nothing about a replica: break ties at random.
+    """
+
+    rows: Ints  # in the fleet
+    sequences: Floats  # running and waiting, estimated over all routers
+    backlog: Floats  # prompt tokens accepted and not computed, estimated over all routers
+    cached: Ints  # prompt tokens that need no computing: resident, or of a prompt in flight
+    prediction: Prediction
+    routers: float  # how many routers like this one seem to share the replicas; 1 .. 16
 
 
 class Policy(Protocol):
-    """Chooses among at least one candidate, sorted by replica name."""
+    """Chooses among the replicas of a view, which are at least one."""
 
-    def pick(self, candidates: Sequence[Candidate], request: RouteRequest) -> Candidate: ...
+    @property
+    def name(self) -> str: ...
 
-
-class RoundRobin:
-    """Each in turn, from a random start so that several routers do not march in step."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._turn = rng.randrange(1 << 16)
-
-    def pick(self, candidates: Sequence[Candidate], request: RouteRequest) -> Candidate:
-        self._turn += 1
-        return candidates[self._turn % len(candidates)]
+    def choose(self, view: View, request: RouteRequest) -> int:
+        """The chosen position, 0 .. n - 1."""
+        ...
 
 
-class Uniform:
-    """Any, with equal chances."""
+def routers_seen(reported: float, own: float) -> float:
+    """How many routers like this one would explain the reported load; 1 to 16.
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def pick(self, candidates: Sequence[Candidate], request: RouteRequest) -> Candidate:
-        return self._rng.choice(candidates)
-
-
-class LeastLoaded:
-    """The replica with the fewest sequences; ties are broken uniformly at random.
-
-    Between two reports a router sees its own leases but not those of other routers. It assumes
-    that they do as it does: with a share s of the reported load, each lease taken or given back
-    since the report stands for 1/s. When it is not alone it also looks at two random candidates
-    only (drawn with replacement), so that routers with equal, stale views do not all choose the
-    same replica: Mitzenmacher, "How Useful Is Old Information?", 2000.
+    `reported` sums the sequences that the replicas said they have, `own` those of them that this
+    router held leases for when they said so. One sequence is added to either side, so that a single
+    request of somebody else, or one that ended while its report was under way, is no second router.
     """
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def pick(self, candidates: Sequence[Candidate], request: RouteRequest) -> Candidate:
-        routers = routers_seen(candidates)
-        alone = routers < 1.5
-        drawn = candidates if alone else [self._rng.choice(candidates) for _ in range(2)]
-        loads = [estimated_load(candidate, routers) for candidate in drawn]
-        least = min(loads)
-        return self._rng.choice([c for c, load in zip(drawn, loads, strict=True) if load == least])
-
-
-def routers_seen(candidates: Sequence[Candidate]) -> float:
-    """How many routers like this one would explain the reported load; 1 to 16."""
-    reported = sum(candidate.reported for candidate in candidates)
-    own = sum(min(candidate.leased_at_report, candidate.reported) for candidate in candidates)
-    if reported == 0:
-        return 1.0
-    return min(reported / own, _MOST_ROUTERS_ASSUMED) if own else _MOST_ROUTERS_ASSUMED
-
-
-def estimated_load(candidate: Candidate, routers: float) -> float:
-    """Sequences on a replica now: its report, and what changed since, over all routers."""
-    since = (candidate.leased - candidate.leased_at_report) * routers
-    return max(candidate.reported + since, float(candidate.leased))
-
-
-POLICIES: Mapping[str, Callable[[random.Random], Policy]] = {
-    "least-loaded": LeastLoaded,
-    "round-robin": RoundRobin,
-    "random": Uniform,
-}
-
-
-def make_policy(name: str, rng: random.Random | None = None) -> Policy:
-    """The policy of that name.
-
-    Raises:
-        KeyError: there is none of that name.
-    """
-    return POLICIES[name](rng or random.Random())  # noqa: S311 (load balancing, no secret)
+    return min(max((reported + 1.0) / (own + 1.0), 1.0), _MOST_ROUTERS_ASSUMED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -93,3 +94,39 @@ async def test_idle_returns_only_when_the_last_lease_of_the_replica_ends() -> No
     second.release()
     await asyncio.wait_for(waiting, 1)
     await asyncio.wait_for(table.idle("r0@e1"), 1)
+
+
+def test_sink_hears_of_every_change_but_not_of_every_token() -> None:
+    heard: list[tuple[str, LeasedLoad]] = []
+    table = LeaseTable(lambda key, load: heard.append((key, replace(load))))
+    lease = taken(table)
+    lease.generated(1)
+    for _ in range(5):
+        lease.generated(1)
+    lease.release()
+    lease.release()
+    assert heard == [
+        ("r0@e1", LeasedLoad(1, 1, 100, 20)),
+        ("r0@e1", LeasedLoad(1, 1, 0, 19)),
+        ("r0@e1", LeasedLoad(0, 0, 0, 0)),
+    ]
+
+
+def test_what_the_sink_heard_last_is_what_the_table_holds() -> None:
+    heard: dict[str, LeasedLoad] = {}
+    rng, live = random.Random(5), list[Lease]()
+    table = LeaseTable(lambda key, load: heard.__setitem__(key, replace(load)))
+    for _ in range(1000):
+        if live and rng.random() < 0.5:
+            lease = live.pop(rng.randrange(len(live)))
+            lease.generated(rng.randrange(2))
+            lease.release()
+        else:
+            live.append(taken(table, f"r{rng.randrange(3)}@e1", prefill=rng.randrange(99)))
+        for key, told in heard.items():
+            now = table.load(key)
+            assert (told.requests, told.sequences) == (now.requests, now.sequences)
+            assert told.prefill_tokens == now.prefill_tokens
+    for lease in live:
+        lease.release()
+    assert all(load == LeasedLoad() for load in heard.values())

@@ -1,0 +1,258 @@
+"""From a request to the replica that serves it, with the reasons. Pure.
+
+decider = Decider(fleet, make_policy("predicted-time", settings), settings)
+decision = decider.decide(request, now)
+if decision is not None:
+    ...  # lease decision.uncached_tokens on decision.key, call it
+    fleet.learn(decision.key, decision.outcome(cached_tokens=..., ...))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from router.blockhash import prompt_keys
+from router.cost import CostSettings, Floats, Ints, RowLoad, predict, usable_cached
+from router.fleet import Fleet, Member, name_hash
+from router.picker import Candidate, Policy, RouteRequest, View
+from router.speeds import Outcome
+
+_NONE: frozenset[str] = frozenset()
+_NO_KEYS = np.zeros(0, np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Considered:
+    """Everything a decision was made from; arrays by position in `view.rows`."""
+
+    view: View
+    load: RowLoad
+    members: tuple[Member | None, ...]  # by row
+    resident: Ints  # tokens
+    kv_usage: Floats
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """The chosen replica, and what is predicted of the request there."""
+
+    row: int
+    key: str
+    replica: str
+    epoch: str
+    degraded: str  # why it got no cache credit; empty: in order
+    prompt_tokens: int
+    cached_tokens: int  # resident there
+    pending_tokens: int  # further ones of a prompt in flight there
+    uncached_tokens: int  # to be computed: what to lease
+    keys: npt.NDArray[np.uint64]  # of the prompt's full blocks; empty while the block size is unknown
+    ttft_ms: float
+    policy: str
+    position: int
+    considered: _Considered
+
+    @property
+    def why(self) -> str:
+        """The choice in a line."""
+        view = self.considered.view
+        saved = self.cached_tokens + self.pending_tokens
+        text = (
+            f"{self.policy} of {len(view.rows)}: first token in {self.ttft_ms:.0f} ms, "
+            f"{saved} of {self.prompt_tokens} prompt tokens need no computing"
+        )
+        score = view.prediction.score
+        if len(score) > 1:
+            others = np.delete(score, self.position)
+            text += f"; score {score[self.position]:.0f} ms, best other {others.min():.0f} ms"
+        return f"{text}; {self.degraded}" if self.degraded else text
+
+    def candidates(self) -> list[Candidate]:
+        """Every replica that was considered, by name. Made on demand."""
+        return _candidates(self.considered, self.position)
+
+    def outcome(
+        self,
+        *,
+        cached_tokens: int,
+        queue_ms: float,
+        prefill_ms: float,
+        ttft_ms: float,
+        generated_tokens: float | None = None,
+    ) -> Outcome:
+        """What came of it, for `Fleet.learn`. Times by the engine's clock, TTFT by the caller's; ms.
+
+        `generated_tokens` is per sequence, of a request that finished.
+        """
+        uncached = max(self.prompt_tokens - cached_tokens, 0)
+        batch = float(self.considered.load.max_batch_tokens[self.position])
+        return Outcome(
+            uncached=uncached,
+            cached=cached_tokens,
+            running=float(self.considered.view.prediction.running[self.position]),
+            steps=max(math.ceil(uncached / batch), 1),
+            queue_ms=queue_ms,
+            prefill_ms=prefill_ms,
+            ttft_ms=ttft_ms,
+            predicted_ttft_ms=self.ttft_ms,
+            predicted_cached=self.cached_tokens + self.pending_tokens,
+            generated_tokens=generated_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision that nobody will carry out, and every replica there is, also those not picked from."""
+
+    decision: Decision | None
+    candidates: list[Candidate]
+
+
+class Decider:
+    """Decides by `policy` over the replicas of `fleet`. Changes neither."""
+
+    def __init__(self, fleet: Fleet, policy: Policy, settings: CostSettings | None = None) -> None:
+        self.fleet, self.policy = fleet, policy
+        self._settings = settings or fleet.settings
+
+    def decide(
+        self,
+        request: RouteRequest,
+        now: float,
+        *,
+        exclude: Collection[str] = _NONE,
+        keys: npt.NDArray[np.uint64] | None = None,
+    ) -> Decision | None:
+        """The replica for this request, or None when none may be picked. `exclude`: keys tried before.
+
+        `keys` are those of the prompt's full blocks, from whoever has them already.
+        """
+        rows = self.fleet.ready()
+        if exclude:
+            rows = self._without(rows, exclude)
+        if not len(rows):
+            return None
+        if keys is None:
+            keys = self._keys(request)
+        considered = self._consider(request, keys, rows, now)
+        view = considered.view
+        at = self.policy.choose(view, request)
+        row = int(view.rows[at])
+        member = considered.members[row]
+        assert member is not None, f"row {row} is ready but has no member"
+        resident, cached = int(considered.resident[at]), int(view.cached[at])
+        prompt_tokens = considered.prompt_tokens
+        return Decision(
+            row, member.key, member.replica, member.epoch, _degraded(member), prompt_tokens, resident,
+            cached - resident, prompt_tokens - cached, keys, float(view.prediction.ttft[at]),
+            self.policy.name, at, considered,
+        )  # fmt: skip
+
+    def explain(self, request: RouteRequest, now: float) -> Explanation:
+        """What would be decided now, with every joined replica; those not picked from say why."""
+        decision = self.decide(request, now)
+        listed = decision.candidates() if decision is not None else []
+        seen = set() if decision is None else set(decision.considered.view.rows.tolist())
+        rest = [row for row, m in enumerate(self.fleet.members) if m is not None and row not in seen]
+        if rest:
+            rows = np.array(rest, np.int64)
+            listed += _candidates(self._consider(request, self._keys(request), rows, now), None)
+        return Explanation(decision, sorted(listed, key=lambda candidate: candidate.replica))
+
+    def _without(self, rows: Ints, exclude: Collection[str]) -> Ints:
+        """`rows` that are not excluded; suspect ones when all that are better are."""
+        members = self.fleet.members
+        left = [(row, m) for row, m in enumerate(members) if m and m.usable and m.key not in exclude]
+        sound = [row for row, member in left if not member.suspect]
+        return np.array(sound or [row for row, _ in left], np.int64)
+
+    def _keys(self, request: RouteRequest) -> npt.NDArray[np.uint64]:
+        if self.fleet.block_size <= 0:
+            return _NO_KEYS
+        tokens = np.asarray(request.prompt_token_ids, np.int32)
+        return prompt_keys(tokens, self.fleet.block_size, request.revision, request.lora, request.cache_salt)
+
+    def _consider(
+        self, request: RouteRequest, keys: npt.NDArray[np.uint64], rows: Ints, now: float
+    ) -> _Considered:
+        fleet, size, prompt_tokens = self.fleet, self.fleet.block_size, len(request.prompt_token_ids)
+        members = fleet.members
+        resident = pending = np.zeros(len(rows), np.int64)
+        if len(keys):
+            resident, pending = self._cached_blocks(keys, rows)
+        resident = usable_cached(resident, size, prompt_tokens)
+        cached = np.maximum(resident, usable_cached(pending, size, prompt_tokens))
+        load = fleet.load(rows, now)
+        prediction = predict(
+            load,
+            prompt_tokens=prompt_tokens,
+            cached=cached,
+            sequences=request.sequences,
+            expected_tokens=fleet.expected_tokens(request.max_tokens),
+            affinity=self._affinity(request.session, rows),
+            settings=self._settings,
+        )
+        view = View(rows, load.sequences, load.backlog, cached, prediction, fleet.routers)
+        return _Considered(view, load, members, resident, fleet.column("kv_usage")[rows], prompt_tokens)
+
+    def _cached_blocks(self, keys: npt.NDArray[np.uint64], rows: Ints) -> tuple[Ints, Ints]:
+        """Leading blocks of the prompt that are resident, and those of a prompt in flight, by position.
+
+        None where the view is degraded or suspect: credit for blocks that may be gone sends requests to
+        where they are slowest.
+        """
+        fleet = self.fleet
+        count = len(fleet.members)
+        resident, pending = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        on_device = fleet.index.match(keys)[0]
+        known = min(len(on_device), count)
+        resident[:known] = on_device[:known]
+        for row, blocks in fleet.inflight.match(keys).items():
+            pending[row] = blocks
+        distrusted = fleet.distrusted()
+        resident[distrusted] = 0
+        pending[distrusted] = 0
+        return resident[rows], pending[rows]
+
+    def _affinity(self, session: str, rows: Ints) -> Floats:
+        """The credit of the session's preferred replica, by position, ms.
+
+        Rendezvous hashing (Thaler & Ravishankar 1998): the replica whose name hashes highest with the
+        session's. Every router finds the same one, and a replica's leaving moves only its own sessions.
+        """
+        credit = np.zeros(len(rows))
+        if session:
+            mixed = self.fleet.names[rows] ^ np.uint64(name_hash(session))
+            # SplitMix64's finaliser (Steele, Lea, Flood 2014): xor alone would rank by few bits.
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            credit[int((mixed ^ (mixed >> np.uint64(31))).argmax())] = self._settings.affinity_ms
+        return credit
+
+
+def _degraded(member: Member) -> str:
+    return member.degraded or ("suspect: silent, or a request to it just failed" if member.suspect else "")
+
+
+def _candidates(considered: _Considered, chosen: int | None) -> list[Candidate]:
+    view, load, cost = considered.view, considered.load, considered.view.prediction
+    pending = view.cached - considered.resident
+    uncached = considered.prompt_tokens - view.cached
+    columns = (
+        considered.resident, pending, np.zeros_like(pending), uncached,
+        cost.queue, cost.prefill, cost.fetch, cost.interference, cost.overhead, cost.ttft,
+        cost.harm, cost.affinity, cost.score,
+        load.sequences.round().astype(np.int64), load.backlog.round().astype(np.int64), considered.kv_usage,
+    )  # fmt: skip
+    listed = []
+    for at, values in enumerate(zip(view.rows.tolist(), *(c.tolist() for c in columns), strict=True)):
+        member = considered.members[values[0]]
+        assert member is not None, f"row {values[0]} was considered but has no member"
+        degraded = _degraded(member) or ("" if member.usable else "not usable now")
+        listed.append(Candidate(member.replica, member.epoch, at == chosen, degraded, *values[1:]))
+    return sorted(listed, key=lambda candidate: candidate.replica)
