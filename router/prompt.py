@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protos import common_pb2, inference_pb2
 from protos.errors import invalid
 from router.json_text import parse_object
@@ -18,11 +21,11 @@ INLINE_CHARS = 2048
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """Token ids, the field they came from (for errors), and the templated text of a chat."""
 
-    ids: list[int]
+    ids: NDArray[np.int32]
     field: str
     rendered: str = ""
 
@@ -58,7 +61,7 @@ async def from_chat(chat: inference_pb2.ChatPrompt, tokenizer: Tokenizer, *, fie
     if not chat.messages:
         raise invalid(f"{field}.messages", "there is no message", common_pb2.PROMPT_EMPTY)
 
-    def encode() -> tuple[list[int], str]:
+    def encode() -> tuple[NDArray[np.int32], str]:
         tools = [parse_object(f"{field}.tools_json[{i}]", tool) for i, tool in enumerate(chat.tools_json)]
         kwargs = chat.template_kwargs_json
         return tokenizer.encode_chat(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import tokenizers
 
 from protos import admin_pb2, common_pb2
 from router.chat_template import ChatTemplate
+from router.token_cache import CachedEncoder, Ids, encode_plain
+from router.token_split import UnsplittableError
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -16,10 +22,18 @@ class Tokenizer:
 
     Safe to share between threads. Encoding holds the GIL only to hand over the text and to fetch the
     ids, so a caller who moves long texts to a thread keeps its event loop free: about 1 s per 2 MB.
+    What lies between two special tokens, such as a chat's earlier turns, is tokenised once and remembered.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate, *, chat_specials: bool) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: tokenizers.Tokenizer, template: ChatTemplate, *, chat_specials: bool, name: str = ""
+    ) -> None:
+        """`backend` neither truncates nor pads; `name` is for the log."""
+        try:
+            self._encode = CachedEncoder.proven(backend).encode
+        except UnsplittableError as reason:
+            log.info("tokenizer %s: every text is tokenised from its start: %s", name, reason)
+            self._encode = partial(encode_plain, backend)
         self._template = template
         self._chat_specials = chat_specials
         self.max_chars_per_token = max((len(token) for token in backend.get_vocab()), default=1)
@@ -36,13 +50,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         template = ChatTemplate(bundle.chat_template, bundle.special_tokens, bundle.content_format)
-        return cls(backend, template, chat_specials=bundle.chat_adds_special_tokens)
+        return cls(backend, template, chat_specials=bundle.chat_adds_special_tokens, name=bundle.digest[:12])
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
         """Token ids of a plain prompt; special tokens written out in the text count as such, as in vLLM."""
-        # Not `encode`: that holds the GIL throughout, and it computes offsets that nobody reads.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return self._encode(text, add_special_tokens)
 
     def render_chat(
         self,
@@ -74,7 +86,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> tuple[list[int], str]:
+    ) -> tuple[Ids, str]:
         """(token ids, templated text); raises as `render_chat`."""
         text = self.render_chat(
             messages,

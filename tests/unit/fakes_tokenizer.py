@@ -6,6 +6,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protos import admin_pb2, common_pb2
 from protos.errors import invalid
 
@@ -18,9 +21,10 @@ class FakeTokenizer:
         self.max_chars_per_token = 1000
         self.threads: list[threading.Thread] = []
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> NDArray[np.int32]:
         self.threads.append(threading.current_thread())
-        return ([1] if add_special_tokens else []) + [min(len(word), 999) for word in text.split()]
+        ids = [1] if add_special_tokens else []
+        return np.array(ids + [min(len(word), 999) for word in text.split()], np.int32)
 
     def encode_chat(
         self,
@@ -30,7 +34,7 @@ class FakeTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> tuple[list[int], str]:
+    ) -> tuple[NDArray[np.int32], str]:
         for message in messages:
             if message.role == "alien":
                 raise invalid("chat.messages", "unknown role alien")
