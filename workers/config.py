@@ -40,6 +40,9 @@ class EngineConfig(BaseModel):
     )
     lora_modules: dict[str, str] = Field(default_factory=dict, description="adapter name=folder")
     collective: Literal["auto", "nccl", "shm", "gloo"] = Field("auto", description="what carries AllReduce")
+    kv_events: bool = Field(
+        True, description="follow what the engine's KV cache holds, which routing by prefix needs"
+    )
     drain_grace_s: float = Field(30.0, ge=0, description="how long a draining replica lets requests finish")
     start_timeout_s: float = Field(600.0, gt=0, description="a replica that is not ready by then has failed")
     engine_args: dict[str, Any] = Field(

@@ -1,10 +1,14 @@
-"""One vLLM engine: AsyncLLM in this process, EngineCore in a child, shards in Ray actors."""
+"""One vLLM engine: AsyncLLM in this process, EngineCore in a child, shards in Ray actors.
+
+The engine is the one source of truth about its cache and its load: `resident`, `journal`, `load`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +24,22 @@ from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
 from workers import engine_args
 from workers.config import EngineConfig
+from workers.journal import Journal
+from workers.kv_events import KvEvents
 from workers.load import LoadRecorder
 from workers.placement import ReplicaPlacement
+from workers.resident import ResidentBlocks
 from workers.translate import refusal, to_sampling_params
 
 if TYPE_CHECKING:
     from workers.checkpoint import PreparedModel
 
+log = logging.getLogger(__name__)
+
 _WARM_UP_TIMEOUT_S = 120.0
+_RESET_TIMEOUT_S = 5.0
+_OFF_DEVICE_BLOCKS = 1 << 20
+"""Blocks a connector may report in host memory and storage, whose size the engine does not tell."""
 _DEATH_CHECK_S = 0.25
 
 
@@ -37,7 +49,6 @@ class EngineInfo:
 
     max_model_len: int
     vocab_size: int
-    block_size: int
     max_logprobs: int
     core_pid: int
 
@@ -54,25 +65,51 @@ class Engine:
             name: LoRARequest(lora_name=name, lora_int_id=index, lora_path=path)
             for index, (name, path) in enumerate(sorted(config.lora_modules.items()), start=1)
         }
-        self.load = LoadRecorder()
+        self._observers: list[Callable[[], None]] = []
+        self._events: KvEvents | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._resetting = asyncio.Lock()
+        self.journal = Journal()
+        self.resident = ResidentBlocks(prepared.revision, self.journal)
+        self.load = LoadRecorder(self.resident, self._changed)
+
+    def on_change(self, observer: Callable[[], None]) -> None:
+        """Call it, on the event loop, whenever the resident blocks or the load have changed."""
+        self._observers.append(observer)
 
     def start(self) -> EngineInfo:
         """Load the model; blocks, and blocks the event loop it must be called on.
 
         Raises:
             Exception: whatever vLLM raised; the caller reports it as the replica's last error.
+            OSError: there is no place for the sockets of the KV events; the message says what to set.
         """
+        endpoints = None
+        if why := engine_args.no_events(self._config):
+            self.resident.fail(why)
+        else:
+            self._events = KvEvents(self.resident, self._changed, self.reset_prefix_cache)
+            endpoints = self._events.open()
         # The EngineCore is spawned with this environment and joins the cluster's Ray by it.
         os.environ["RAY_ADDRESS"] = self._placement.ray_address
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._placement.start_timeout_s))
         os.environ.setdefault("HF_HUB_OFFLINE", "1" if self._prepared.path.exists() else "0")
-        args = engine_args.build(self._config, self._prepared, self._placement)
-        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self.load.stat_logger])
+        try:
+            args = engine_args.build(self._config, self._prepared, self._placement, endpoints)
+            self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self.load.stat_logger])
+        except BaseException:
+            if self._events is not None:
+                self._events.close()
+            raise
         config = self._llm.vllm_config
+        self.resident.max_blocks = config.cache_config.num_gpu_blocks or 0
+        if config.kv_transfer_config is not None:
+            self.resident.max_blocks += _OFF_DEVICE_BLOCKS
+        if self._events is not None and not config.cache_config.enable_prefix_caching:
+            self.resident.fail("vLLM has switched prefix caching off for this model")
         return EngineInfo(
             max_model_len=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
-            block_size=config.cache_config.block_size,
             max_logprobs=config.model_config.max_logprobs,
             core_pid=self._core_pid(),
         )
@@ -80,17 +117,58 @@ class Engine:
     async def warm_up(self) -> None:
         """Run short requests down each path that initialises lazily, so that no user waits for it.
 
-        Sampling with logprobs takes another path than greedy decoding.
+        Sampling with logprobs takes another path than greedy decoding. The first prompt is long enough to
+        learn the block size from the engine's events; afterwards the cache is empty again. The speeds that
+        the load report starts with are those of the last request, when all is warm.
         """
+        if self._events is not None:
+            self._following = asyncio.create_task(self._events.run(), name="kv-events")
+        config = self._running().vllm_config
+        longest = max(1, config.model_config.max_model_len - 8)
+        length = min(longest, 2 * config.cache_config.block_size + 1)
         plain = common_pb2.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
         sampled = common_pb2.SamplingParams(max_tokens=2, top_p=0.9, top_k=20, seed=1, logprobs=2)
-        for name, sampling in (("plain", plain), ("sampled", sampled)):
-            wire = replica_pb2.ReplicaGenerateRequest(
-                request_id=f"warm-up-{name}", prompt_token_ids=[1] * 16, sampling=sampling
-            )
-            async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
-                async for _ in self.generate(wire):
-                    pass
+        await self._warm("plain", [1] * length, plain)
+        await self._warm("sampled", [1] * min(longest, 16), sampled)
+        while not self.resident.degraded and self._events is not None:
+            try:
+                await self._events.catch_up()
+            except TimeoutError:
+                self.resident.lost_events("the engine's publisher of KV events does not answer")
+            if self.resident.block_size or length == longest:
+                break
+            length = min(longest, 4 * length)  # a hybrid model's blocks are larger than configured
+            await self._warm(f"plain-{length}", [1] * length, plain)
+        self.load.forget_speeds()
+        await self._warm("measured", [2] * length, plain)
+        if self._events is not None:
+            self._events.forget_folder()
+            if not await self.reset_prefix_cache():
+                log.warning("the prefix cache could not be reset; the warm-up's blocks stay in it")
+
+    async def _warm(self, name: str, prompt: list[int], sampling: common_pb2.SamplingParams) -> None:
+        wire = replica_pb2.ReplicaGenerateRequest(
+            request_id=f"warm-up-{name}", prompt_token_ids=prompt, sampling=sampling
+        )
+        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+            async for _ in self.generate(wire):
+                pass
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the engine's prefix cache and the resident set; False, and no change, while it is in use."""
+        async with self._resetting:
+            if self.load.accepted.sequences:
+                return False
+            before = self.resident.resets
+            try:
+                async with asyncio.timeout(_RESET_TIMEOUT_S):
+                    done = bool(await self._running().reset_prefix_cache())
+            except TimeoutError:  # should it happen after all, its event comes in order
+                return False
+            if done:
+                self.resident.reset_done(before)
+                self._changed()
+            return done
 
     async def generate(self, request: replica_pb2.ReplicaGenerateRequest) -> AsyncIterator[RequestOutput]:
         """Stream deltas. Closing the iterator aborts the request and frees its blocks.
@@ -147,10 +225,23 @@ class Engine:
             await asyncio.sleep(_DEATH_CHECK_S)
 
     def shutdown(self) -> None:
-        """End EngineCore and shards; safe to call twice."""
+        """End EngineCore and shards; safe to call twice. Not to be called on the event loop."""
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown()
+
+    async def stop_following(self) -> None:
+        """End the subscription to the engine's events; before `shutdown`, on the event loop."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following], timeout=1.0)
+        if self._events is not None:
+            self._events.close()
+
+    def _changed(self) -> None:
+        for observer in self._observers:
+            observer()
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

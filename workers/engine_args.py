@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rapidfuzz import process
 
 from workers.config import EngineConfig
+from workers.kv_events import REPLAY_BATCHES
 from workers.placement import CONFIG_KEY, ReplicaPlacement
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _OURS = {
     "enforce_eager": "engine.compile",
     "distributed_executor_backend": "nothing: shards are always Ray actors",
     "data_parallel_size": "replicas",
+    "kv_events_config": "engine.kv_events",
+    "enable_logging_iteration_details": "nothing: the load report needs it",
     "additional_config": "nothing: Kvorum uses it",
 }
 
@@ -52,15 +55,31 @@ def resolve_device(wanted: str) -> Literal["cpu", "cuda"]:
     return "cuda" if current_platform.is_cuda() else "cpu"
 
 
+def no_events(config: EngineConfig) -> str:
+    """Why this engine publishes no KV events; empty when it does."""
+    if not config.kv_events:
+        return "KV events are off (engine.kv_events)"
+    if not config.engine_args.get("enable_prefix_caching", True):
+        return "prefix caching is off (engine_args.enable_prefix_caching)"
+    return ""
+
+
 def build(
-    config: EngineConfig, prepared: PreparedModel, placement: ReplicaPlacement | None = None
+    config: EngineConfig,
+    prepared: PreparedModel,
+    placement: ReplicaPlacement | None = None,
+    event_endpoints: tuple[str, str] | None = None,
 ) -> AsyncEngineArgs:
     """vLLM's arguments for one replica; without a placement they are only good for checking.
+
+    Args:
+        event_endpoints: where the engine is to publish KV events and to replay them; None for no events.
 
     Raises:
         EngineArgsError: an unknown argument, or one that has a Kvorum setting of its own.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the shard pins itself
+    from vllm.config.kv_events import KVEventsConfig  # noqa: PLC0415
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
 
     from workers.executor import RayShardExecutor  # noqa: PLC0415
@@ -80,6 +99,7 @@ def build(
         "enable_prefix_caching": True,
         "enable_log_requests": False,
         "disable_log_stats": True,  # our own stat logger is used instead
+        "enable_logging_iteration_details": True,  # only our stat logger sees them
     }
     if device == "cpu":
         values["enforce_eager"] = not config.compile
@@ -90,6 +110,14 @@ def build(
     if config.lora_modules:
         values["enable_lora"] = True
         values["max_loras"] = len(config.lora_modules)
+    if event_endpoints is not None:
+        values["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=event_endpoints[0],
+            replay_endpoint=event_endpoints[1],
+            buffer_steps=REPLAY_BATCHES,
+        )
     if placement is not None:
         values["additional_config"] = {CONFIG_KEY: placement.to_config()}
     return AsyncEngineArgs(**(values | config.engine_args))

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm.v1.metrics.loggers import StatLoggerBase
-
 from protos import common_pb2
+from workers.accepted import Accepted
+from workers.resident import ResidentBlocks
+from workers.speed import StepSpeed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
 class LoadRecorder:
-    """The latest load of one engine. Filled by a StatLogger, read by WatchReplica."""
+    """The latest load of one engine. Filled by a stat logger and by Generate, read by WatchReplica."""
 
-    def __init__(self) -> None:
+    def __init__(self, resident: ResidentBlocks, changed: Callable[[], None]) -> None:
         self._load = common_pb2.ReplicaLoad()
-        self.changes = 0
+        self._resident = resident
+        self._changed = changed
+        self._speed = StepSpeed()
+        self.accepted = Accepted()
 
     def stat_logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """The factory that AsyncLLM calls once per engine."""
+        from workers.stat_logger import StepLogger  # noqa: PLC0415 - imports vLLM
+
         self._load.kv_blocks = config.cache_config.num_gpu_blocks or 0
         self._load.block_size = config.cache_config.block_size
-        return _StatLogger(self)
+        self._load.max_sequences = config.scheduler_config.max_num_seqs
+        self._load.max_batch_tokens = config.scheduler_config.max_num_batched_tokens
+        return StepLogger(self)
 
     def snapshot(self) -> common_pb2.ReplicaLoad:
-        """A copy of the latest load."""
-        copy = common_pb2.ReplicaLoad()
-        copy.CopyFrom(self._load)
-        return copy
+        """The load as it is now."""
+        load = common_pb2.ReplicaLoad()
+        load.CopyFrom(self._load)
+        load.block_size = self._resident.block_size or load.block_size
+        load.sequences = self.accepted.sequences
+        load.prefill_backlog_tokens = self.accepted.backlog(self._resident.prefix)
+        load.prefill_ms_per_token = self._speed.prefill_ms_per_token
+        load.decode_step_ms = self._speed.decode_step_ms
+        return load
+
+    def forget_speeds(self) -> None:
+        """What was measured until now is not typical."""
+        self._speed = StepSpeed()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """Take in one engine step."""
@@ -41,26 +60,9 @@ class LoadRecorder:
             load.kv_usage = scheduler.kv_cache_usage
             load.prefix_queries_tokens += scheduler.prefix_cache_stats.queries
             load.prefix_hits_tokens += scheduler.prefix_cache_stats.hits
+            if (step := scheduler.iteration_details) is not None and not step.is_dummy:
+                self._speed.step(step.elapsed_ms, step.num_ctx_tokens, step.num_generation_requests)
         if iteration is not None:
             load.generated_tokens += iteration.num_generation_tokens
             load.preemptions += iteration.num_preempted_reqs
-        self.changes += 1
-
-
-class _StatLogger(StatLoggerBase):
-    """Hands every step to the recorder."""
-
-    def __init__(self, recorder: LoadRecorder) -> None:
-        self._recorder = recorder
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
-        engine_idx: int = 0,
-    ) -> None:
-        self._recorder.record(scheduler_stats, iteration_stats)
-
-    def log_engine_initialized(self) -> None:
-        return
+        self._changed()

@@ -16,8 +16,9 @@ import ray
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protos import admin_pb2, common_pb2, replica_pb2, replica_pb2_grpc
+from protos import admin_pb2, blockkeys, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bind, create_server
+from protos.tickets import TicketCheck
 from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logging
 from telemetry.setup import configure
@@ -79,7 +80,8 @@ class ReplicaActor:
     async def start(self) -> ReplicaInfo:
         """Prepare the checkpoint on this host, load the engine, warm it up and listen."""
         from workers.engine import Engine  # noqa: PLC0415
-        from workers.servicer import HEARTBEAT_S, ReplicaServicer  # noqa: PLC0415
+        from workers.feed import HEARTBEAT_S  # noqa: PLC0415
+        from workers.servicer import ReplicaServicer  # noqa: PLC0415
         from workers.tracing import ReplicaTracing  # noqa: PLC0415
 
         spec = self._spec
@@ -101,7 +103,7 @@ class ReplicaActor:
             max_logprobs=info.max_logprobs,
         )
         snapshot = replica_pb2.ReplicaSnapshot(
-            replica=spec.placement.replica, model=model, block_size=info.block_size, heartbeat_s=HEARTBEAT_S
+            replica=spec.placement.replica, model=model, heartbeat_s=HEARTBEAT_S, key_scheme=blockkeys.SCHEME
         )
         self._servicer = ReplicaServicer(
             self._engine,
@@ -147,13 +149,15 @@ class ReplicaActor:
             return
         if self._info is not None:
             await self._server.stop(grace=0.5)
+        await self._engine.stop_following()
         await asyncio.to_thread(self._engine.shutdown)
         await asyncio.to_thread(self._telemetry.shutdown)
 
     async def _listen(self, model: common_pb2.ModelInfo, info: EngineInfo) -> None:
         assert self._servicer is not None
         spec = self._spec
-        self._server = create_server(tokens=[spec.token])
+        check = TicketCheck(spec.token, spec.placement.replica, spec.placement.epoch)
+        self._server = create_server(tokens=[spec.token], ticketed={f"/{SERVICE}/Generate": check})
         replica_pb2_grpc.add_ReplicaServicer_to_server(self._servicer, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

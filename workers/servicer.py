@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 from vllm.outputs import RequestOutput
 
 from protos import common_pb2, replica_pb2, replica_pb2_grpc
 from protos.errors import KvorumError, invalid, to_status
+from workers.accepted import Acceptance
 from workers.engine import Engine
+from workers.feed import UpdateFeed
 from workers.observe import GenerateObserver
 from workers.translate import fill_prompt_logprobs, to_response
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-_LOAD_INTERVAL_S = 0.1
 _DRAINED = "outlived the drain's grace"
 
 
@@ -31,13 +33,18 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         self, engine: Engine, snapshot: replica_pb2.ReplicaSnapshot, epoch: str, observer: GenerateObserver
     ) -> None:
         self._engine = engine
-        self._snapshot = snapshot
-        self._epoch = epoch
+        self._vocab = snapshot.model.vocab_size
+        self._feed = UpdateFeed(epoch, snapshot, engine.journal, engine.resident, engine.load.snapshot)
+        engine.on_change(self._feed.touch)
         self._observer = observer
         self._running: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.draining = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._feed.draining
 
     async def Generate(  # noqa: N802
         self, request: replica_pb2.ReplicaGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -49,13 +56,14 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         scope = None
         try:
             scope = self._observer.start(request, context.invocation_metadata() or ())
-            self._refuse_bad(request)
-            stream = _Stream(request)
-            async for output in self._engine.generate(request):
-                response = stream.respond(output)
-                _raise_failed(request, response)
-                scope.step(response, output)
-                yield response
+            with self._accept(request) as accepted:
+                stream = _Stream(request)
+                async for output in self._engine.generate(request):
+                    accepted.first_token()
+                    response = stream.respond(output)
+                    _raise_failed(request, response)
+                    scope.step(response, output)
+                    yield response
             scope.finish(None)
         except BaseException as error:
             # A cancelled call ends here too; the engine has already been told to abort.
@@ -72,32 +80,35 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             if not self._running:
                 self._idle.set()
 
-    def _refuse_bad(self, request: replica_pb2.ReplicaGenerateRequest) -> None:
+    @contextmanager
+    def _accept(self, request: replica_pb2.ReplicaGenerateRequest) -> Iterator[Acceptance]:
+        """Refuse what cannot run; hold the load of what can until it ends, however it ends."""
         if self.draining:
             raise _draining()
         if not request.prompt_token_ids:
             raise invalid("prompt_token_ids", "must not be empty", common_pb2.PROMPT_EMPTY)
-        vocab = self._snapshot.model.vocab_size
-        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab:
-            raise invalid("prompt_token_ids", f"must be in [0, {vocab})")
+        tokens = np.fromiter(request.prompt_token_ids, np.int32, len(request.prompt_token_ids))
+        if tokens.min() < 0 or tokens.max() >= self._vocab:
+            raise invalid("prompt_token_ids", f"must be in [0, {self._vocab})")
+        resident = self._engine.resident
+        with self._engine.load.accepted.accept(
+            max(1, request.sampling.n),
+            len(tokens),
+            keys=() if resident.degraded else resident.prompt_keys(tokens, request.lora, request.cache_salt),
+            block_size=resident.block_size,
+            expected_cached_tokens=request.expected_cached_tokens,
+        ) as accepted:
+            self._feed.touch()
+            try:
+                yield accepted
+            finally:
+                self._feed.touch()
 
     async def WatchReplica(  # noqa: N802
         self, request: replica_pb2.WatchReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[replica_pb2.ReplicaUpdate]:
-        seq = 1
-        seen, draining = self._engine.load.changes, self.draining
-        yield self._update(seq, self._snapshot)
-        loop = asyncio.get_running_loop()
-        last_sent = loop.time()
-        while True:
-            await asyncio.sleep(_LOAD_INTERVAL_S)
-            changed = self._engine.load.changes != seen or self.draining != draining
-            if not changed and loop.time() - last_sent < HEARTBEAT_S:
-                continue
-            seen, draining = self._engine.load.changes, self.draining
-            seq += 1
-            last_sent = loop.time()
-            yield self._update(seq, None)
+        async for update in self._feed.updates():
+            yield update
 
     async def Drain(  # noqa: N802
         self, request: replica_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -106,7 +117,8 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests and wait for the running ones; returns how many were cut off."""
-        self.draining = True
+        self._feed.draining = True
+        self._feed.touch()
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -117,15 +129,6 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             await asyncio.wait(cut, timeout=2.0)
             return len(cut)
         return 0
-
-    def _update(self, seq: int, snapshot: replica_pb2.ReplicaSnapshot | None) -> replica_pb2.ReplicaUpdate:
-        return replica_pb2.ReplicaUpdate(
-            epoch=self._epoch,
-            seq=seq,
-            snapshot=snapshot,
-            load=self._engine.load.snapshot(),
-            draining=self.draining,
-        )
 
 
 def _raise_failed(request: replica_pb2.ReplicaGenerateRequest, response: common_pb2.GenerateResponse) -> None:
@@ -175,7 +178,7 @@ class _Stream:
             response.usage.prompt_tokens = len(self._request.prompt_token_ids)
             response.usage.cached_tokens = max(self._cached, output.num_cached_tokens or 0)
             response.usage.completion_tokens = self._generated
-        if output.finished and (times := output.metrics) is not None:
+        if (self._first or output.finished) and (times := output.metrics) is not None:
             response.times.queue = max(0.0, times.scheduled_ts - times.queued_ts)
             response.times.prefill = max(0.0, times.first_token_ts - times.scheduled_ts)
             response.times.decode = max(0.0, times.last_token_ts - times.first_token_ts)

@@ -9,7 +9,7 @@ import pytest
 
 from workers.checkpoint import PreparedModel, prepare
 from workers.config import EngineConfig
-from workers.engine_args import EngineArgsError, build, check
+from workers.engine_args import EngineArgsError, build, check, no_events
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +34,7 @@ def test_the_defaults_are_accepted_and_leave_no_environment_behind(prepared: Pre
     [
         ({"engine_args": {"kv_cache_dtyp": "fp8"}}, "did you mean kv_cache_dtype"),
         ({"engine_args": {"tensor_parallel_size": 2}}, "set engine.tensor_parallel_size instead"),
+        ({"engine_args": {"kv_events_config": {}}}, "set engine.kv_events instead"),
         ({"engine_args": {"gpu_memory_utilization": 7.0}}, "gpu_memory_utilization"),
         ({"engine_args": {"block_size": "many"}}, "block_size"),
         ({"max_model_len": 1_000_000}, "max_model_len"),
@@ -56,3 +57,23 @@ def test_any_further_engine_argument_passes_through(prepared: PreparedModel) -> 
 def test_steps_on_cpu_are_short_enough_for_a_cancel(prepared: PreparedModel) -> None:
     assert build(EngineConfig(), prepared).max_num_batched_tokens == 512
     assert build(EngineConfig(max_num_batched_tokens=64), prepared).max_num_batched_tokens == 64
+
+
+def test_kv_events_are_published_where_the_replica_listens_and_nowhere_else(prepared: PreparedModel) -> None:
+    config = build(EngineConfig(), prepared, None, ("ipc:///x/events", "ipc:///x/replay")).kv_events_config
+    assert (config.enable_kv_cache_events, config.publisher) == (True, "zmq")
+    assert (config.endpoint, config.replay_endpoint) == ("ipc:///x/events", "ipc:///x/replay")
+    assert build(EngineConfig(), prepared).kv_events_config is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, ""),
+        ({"kv_events": False}, "engine.kv_events"),
+        ({"engine_args": {"enable_prefix_caching": False}}, "engine_args.enable_prefix_caching"),
+    ],
+)
+def test_an_engine_without_events_says_why(settings: dict[str, Any], why: str) -> None:
+    assert why in (said := no_events(EngineConfig(**settings)))
+    assert bool(said) == bool(why)

@@ -1,0 +1,152 @@
+"""The replica's gRPC face over a fake engine: what is refused, what is held, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.metrics.stats import RequestStateStats
+
+from protos import common_pb2, replica_pb2, replica_pb2_grpc
+from protos.channels import bind, create_server
+from protos.errors import from_rpc_error
+from workers.journal import Journal
+from workers.load import LoadRecorder
+from workers.resident import ResidentBlocks
+from workers.servicer import ReplicaServicer
+
+pytestmark = pytest.mark.engine
+
+
+class FakeEngine:
+    """Yields one output per permit, then ends or breaks."""
+
+    def __init__(self) -> None:
+        self._observers: list[Callable[[], None]] = []
+        self.journal = Journal()
+        self.resident = ResidentBlocks("revision", self.journal)
+        self.load = LoadRecorder(self.resident, lambda: None)
+        self.permits = asyncio.Semaphore(0)
+        self.breaks_with: Exception | None = None
+
+    def on_change(self, observer: Callable[[], None]) -> None:
+        self._observers.append(observer)
+
+    async def generate(self, request: replica_pb2.ReplicaGenerateRequest) -> AsyncIterator[RequestOutput]:
+        times = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5, last_token_ts=12.5)
+        for token in (1, 2):
+            await self.permits.acquire()
+            if self.breaks_with is not None:
+                raise self.breaks_with
+            end = "length" if token == 2 else None
+            choice = CompletionOutput(0, f"t{token}", [token], None, None, finish_reason=end)
+            times.last_token_ts = 12.5 + (token - 1) * 3
+            yield RequestOutput("r", None, [1], None, [choice], finished=bool(end), metrics=times)
+
+
+class FakeObserver:
+    """Sees nothing."""
+
+    def start(self, request: Any, metadata: Any) -> FakeObserver:
+        return self
+
+    def step(self, response: Any, output: Any) -> None:
+        return
+
+    def finish(self, error: BaseException | None) -> None:
+        return
+
+
+class Served:
+    def __init__(
+        self, engine: FakeEngine, stub: replica_pb2_grpc.ReplicaAsyncStub, servicer: ReplicaServicer
+    ) -> None:
+        self.engine, self.stub, self.servicer = engine, stub, servicer
+
+    def send(self, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Any:
+        wire = common_pb2.SamplingParams(**sampling)
+        return self.stub.Generate(
+            replica_pb2.ReplicaGenerateRequest(request_id="r", prompt_token_ids=prompt, sampling=wire),
+            timeout=10,
+        )
+
+    async def until_load(self, sequences: int, backlog: int) -> None:
+        """As a watcher hears it."""
+        async for update in self.stub.WatchReplica(replica_pb2.WatchReplicaRequest(), timeout=10):
+            if (update.load.sequences, update.load.prefill_backlog_tokens) == (sequences, backlog):
+                return
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    engine = FakeEngine()
+    snapshot = replica_pb2.ReplicaSnapshot(replica="r0", model=common_pb2.ModelInfo(vocab_size=100))
+    servicer = ReplicaServicer(engine, snapshot, "epoch", FakeObserver())  # type: ignore[arg-type]
+    server = create_server(tokens=[])
+    replica_pb2_grpc.add_ReplicaServicer_to_server(servicer, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(engine, replica_pb2_grpc.ReplicaStub(channel), servicer)
+    await server.stop(None)
+
+
+async def refusal(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in call:
+            pass
+    return from_rpc_error(refused.value)
+
+
+async def test_load_is_held_from_acceptance_to_the_first_token_and_to_the_end(served: Served) -> None:
+    call = served.send(n=3)
+    await served.until_load(3, 3)
+    served.engine.permits.release()
+    first = await call.read()
+    await served.until_load(3, 0)
+    served.engine.permits.release()
+    last = await call.read()
+    await served.until_load(0, 0)
+    assert (first.times.queue, first.times.prefill, first.times.decode) == (0.5, 2.0, 0.0)
+    assert (last.times.queue, last.times.prefill, last.times.decode) == (0.5, 2.0, 3.0)
+
+
+async def test_a_cancelled_request_releases_its_load_in_mid_prefill(served: Served) -> None:
+    call = served.send()
+    await served.until_load(1, 3)
+    call.cancel()
+    await served.until_load(0, 0)
+
+
+async def test_a_request_that_fails_releases_its_load(served: Served) -> None:
+    served.engine.breaks_with = RuntimeError("a secret")
+    served.engine.permits.release()
+    await refusal(served.send())
+    await served.until_load(0, 0)
+
+
+@pytest.mark.parametrize("prompt", [(), (1, 100), (-1,)])
+async def test_what_cannot_run_is_refused_and_holds_nothing(served: Served, prompt: tuple[int, ...]) -> None:
+    error = await refusal(served.send(prompt))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.violations[0].field == "prompt_token_ids"
+    assert served.engine.load.accepted.sequences == 0
+
+
+async def test_a_draining_replica_finishes_what_it_has_and_refuses_the_rest(served: Served) -> None:
+    running = served.send()
+    await served.until_load(1, 3)
+    draining = asyncio.create_task(served.servicer.drain(5.0))
+    async for update in served.stub.WatchReplica(replica_pb2.WatchReplicaRequest(), timeout=10):
+        if update.draining:
+            break
+    assert (await refusal(served.send())).reason == common_pb2.REPLICA_DRAINING
+    for _ in range(2):
+        served.engine.permits.release()
+    assert [len(message.choices) async for message in running] == [1, 1]
+    assert await draining == 0

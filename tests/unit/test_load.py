@@ -1,0 +1,147 @@
+"""Load is what the replica has accepted and not finished, and speeds are robust to a stall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes_kv import stored
+
+from workers.accepted import Accepted
+from workers.journal import Journal
+from workers.load import LoadRecorder
+from workers.resident import ResidentBlocks
+from workers.speed import StepSpeed
+
+
+def prefix_of(resident: set[int]) -> Any:
+    def prefix(keys: Sequence[int], start: int) -> int:
+        while start < len(keys) and keys[start] in resident:
+            start += 1
+        return start
+
+    return prefix
+
+
+def test_every_sequence_counts_from_acceptance_to_the_end() -> None:
+    accepted = Accepted()
+    with accepted.accept(4, 100) as first:
+        first.first_token()
+        with accepted.accept(1, 10):
+            assert accepted.sequences == 5
+        assert accepted.sequences == 4
+    assert accepted.sequences == 0
+
+
+def test_a_request_that_breaks_releases_all_it_held() -> None:
+    accepted = Accepted()
+    with pytest.raises(RuntimeError), accepted.accept(2, 100):
+        raise RuntimeError("broke")
+    assert accepted.sequences == accepted.backlog(prefix_of(set())) == 0
+
+
+def test_the_backlog_is_what_follows_each_resident_prefix() -> None:
+    accepted, resident = Accepted(), {1, 2}
+    with (
+        accepted.accept(1, 50, keys=[1, 2, 3], block_size=16),
+        accepted.accept(1, 40, keys=[9, 2], block_size=16),
+    ):
+        assert accepted.backlog(prefix_of(resident)) == (50 - 32) + 40
+
+
+def test_the_backlog_shrinks_as_chunks_become_resident_and_ends_with_the_first_token() -> None:
+    accepted, resident = Accepted(), set[int]()
+    with accepted.accept(1, 50, keys=[1, 2, 3], block_size=16) as held:
+        seen = []
+        for key in (1, 2, 3):
+            resident.add(key)
+            seen.append(accepted.backlog(prefix_of(resident)))
+        assert seen == [34, 18, 2]
+        held.first_token()
+        held.first_token()
+        assert accepted.backlog(prefix_of(resident)) == 0
+        assert accepted.sequences == 1
+
+
+def test_a_wholly_cached_prompt_still_has_its_last_token_to_compute() -> None:
+    accepted = Accepted()
+    with accepted.accept(1, 32, keys=[1, 2], block_size=16):
+        assert accepted.backlog(prefix_of({1, 2})) == 1
+
+
+def test_without_block_keys_the_routers_expectation_counts() -> None:
+    accepted = Accepted()
+    with (
+        accepted.accept(1, 100, expected_cached_tokens=64),
+        accepted.accept(1, 10, expected_cached_tokens=99),
+    ):
+        assert accepted.backlog(prefix_of(set())) == 36 + 1
+
+
+def test_speeds_are_unknown_before_any_step() -> None:
+    speed = StepSpeed()
+    assert speed.prefill_ms_per_token == speed.decode_step_ms == 0
+
+
+def test_one_stalled_step_does_not_move_the_speeds() -> None:
+    speed = StepSpeed()
+    for _ in range(9):
+        speed.step(15.0, 0, 8)
+        speed.step(500.0, 500, 0)
+    speed.step(9_000.0, 0, 8)
+    speed.step(60_000.0, 500, 0)
+    assert speed.decode_step_ms == 15
+    assert speed.prefill_ms_per_token == 1
+
+
+def test_short_prefills_do_not_hide_the_speed_of_long_ones() -> None:
+    speed = StepSpeed()
+    for _ in range(20):
+        speed.step(20.0, 4, 0)  # the fixed cost of a step, mostly
+    speed.step(512.0, 512, 0)
+    assert speed.prefill_ms_per_token == 1
+
+
+def test_decoding_beside_a_prefill_is_not_charged_to_it() -> None:
+    speed = StepSpeed()
+    speed.step(12.0, 0, 4)
+    speed.step(512.0, 500, 4)
+    assert speed.prefill_ms_per_token == 1
+
+
+def test_steps_that_computed_nothing_are_ignored() -> None:
+    speed = StepSpeed()
+    speed.step(0.0, 10, 0)
+    speed.step(7.0, 0, 0)
+    assert speed.prefill_ms_per_token == speed.decode_step_ms == 0
+
+
+def test_the_recorder_reports_the_engines_steps_and_what_was_accepted() -> None:
+    changes: list[int] = []
+    resident = ResidentBlocks("revision", Journal())
+    recorder = LoadRecorder(resident, lambda: changes.append(1))
+    step = SimpleNamespace(elapsed_ms=40.0, num_ctx_tokens=20, num_generation_requests=0, is_dummy=False)
+    scheduler: Any = SimpleNamespace(
+        num_running_reqs=2,
+        num_waiting_reqs=1,
+        num_skipped_waiting_reqs=1,
+        kv_cache_usage=0.25,
+        prefix_cache_stats=SimpleNamespace(queries=100, hits=60),
+        iteration_details=step,
+    )
+    iteration: Any = SimpleNamespace(num_generation_tokens=2, num_preempted_reqs=1)
+    recorder.record(scheduler, iteration)
+    recorder.record(None, iteration)
+    resident.apply([stored([1, 2, 3, 4])])
+    keys = resident.prompt_keys(np.array([1, 2, 3, 4, 5, 6]))
+    with recorder.accepted.accept(3, 6, keys=keys, block_size=4):
+        load = recorder.snapshot()
+    assert (load.running, load.waiting, load.kv_usage) == (2, 2, 0.25)
+    assert (load.prefix_queries_tokens, load.prefix_hits_tokens) == (100, 60)
+    assert (load.generated_tokens, load.preemptions) == (4, 2)
+    assert (load.sequences, load.prefill_backlog_tokens, load.block_size) == (3, 2, 4)
+    assert load.prefill_ms_per_token == 2
+    assert len(changes) == 2
