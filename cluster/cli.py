@@ -26,6 +26,7 @@ COMMANDS = {
     "status": ("cluster.cli_cluster", "Show replicas, shards, cache and load"),
     "generate": ("cluster.cli_client", "Continue one prompt"),
     "chat": ("cluster.cli_client", "Talk to the model"),
+    "explain": ("cluster.cli_client", "Show which replica would serve a prompt, and why"),
     "trace": ("cluster.cli_trace", "Show where the time of a request went"),
     "model": ("cluster.cli_model", "Prepare models and list them"),
     "router": ("cluster.cli_router", "Run one more router"),

@@ -1,4 +1,4 @@
-"""`kvorum generate` and `kvorum chat`."""
+"""`kvorum generate`, `kvorum explain` and `kvorum chat`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ _STRUCTURED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--grammar", {"help": "the text must parse under this EBNF grammar; @FILE reads it from a file"}),
     ("--json-object", {"is_flag": True, "default": None, "help": "the text must be a JSON object"}),
 )
+_ROUTING: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--session", {"help": "prefer the replica that served this session, all else being about equal"}),
+    ("--tenant", {"help": "whom it counts for; tenants share a full cluster fairly"}),
+    ("--cache-salt", {"help": "share cached blocks only with requests of the same salt"}),
+    ("--priority", {"type": int, "help": "lower is sooner, within a tenant"}),
+)
 _NOT_GIVEN = (None, (), False)  # unlike an empty text, which was
 
 
@@ -47,6 +53,8 @@ def request_options(command: F) -> F:
     command = click.option(
         "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, help="seconds"
     )(command)
+    for name, options in reversed(_ROUTING):
+        command = click.option(name, **options)(command)
     command = click.option("--lora", default="", help="adapter to use")(command)
     command = click.option("--model", default="", help="needed only when several are served")(command)
     return router_options(command)
@@ -76,10 +84,7 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     target, request = _target_and_request(given)
-    if as_chat or system:
-        request["messages"] = [*([{"role": "system", "content": system}] if system else []), _user(text)]
-    else:
-        request["prompt"] = text
+    request |= _prompt(text, as_chat, system)
     streams = not as_json and (n or 1) == 1
 
     async def run() -> Reply:
@@ -102,6 +107,44 @@ def generate(
         for index in sorted(reply.finish):
             click.echo(f"[{index}] {reply.texts.get(index, '')}")
     make_console(stderr=True).print(f"[dim]{reply.line()}[/]")
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--chat", "as_chat", is_flag=True, help="as a chat message, under the model's template")
+@click.option("--system", help="system message; implies --chat")
+@click.option("--json", "as_json", is_flag=True, help="every term as JSON")
+@request_options
+def explain(prompt: str, as_chat: bool, system: str | None, as_json: bool, **given: Any) -> None:
+    """Show which replica would serve PROMPT (- reads stdin) now, and why; nothing runs.
+
+    A row a replica: prompt tokens that are cached there, in flight there, or to be computed, then the
+    predicted milliseconds of each term. The least score wins.
+
+    \b
+    Examples:
+      kvorum explain "Once upon a time"
+      kvorum explain --chat --system "$(cat manual.txt)" "What is a lease?"
+      cat long.txt | kvorum explain - --json | jq '.candidates[].ttft_ms'
+    """
+    from cluster.display import make_console, to_plain
+    from cluster.routing_view import explain_view
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    target, request = _target_and_request(given)
+    request.pop("timeout")
+    request |= _prompt(text, as_chat, system)
+
+    async def run() -> Any:
+        async with target.client() as client:
+            return await client.explain(**request)
+
+    with told_plainly():
+        found = asyncio.run(run())
+    if as_json:
+        click.echo(json.dumps(to_plain(found), indent=2, ensure_ascii=False))
+    else:
+        make_console().print(explain_view(found))
 
 
 @click.command()
@@ -165,6 +208,12 @@ def _from_file(option: str, value: Any) -> Any:
 
 def _parameter(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
+
+
+def _prompt(text: str, as_chat: bool, system: str | None) -> dict[str, Any]:
+    if as_chat or system:
+        return {"messages": [*([{"role": "system", "content": system}] if system else []), _user(text)]}
+    return {"prompt": text}
 
 
 def _user(text: str) -> dict[str, str]:

@@ -100,32 +100,47 @@ def down(name: str | None, grace: float, force: bool) -> None:
 def status(name: str | None, address: str | None, as_json: bool, watch: bool) -> None:
     """Show a cluster: replicas, their shards and where they sit, KV cache, load, prefix hits, restarts.
 
+    Then, for each router, how well it knows the replicas: blocks indexed, learned speed, mean error of its
+    predictions, and why a replica gets no cache credit where that is so.
+
     \b
     Examples:
       kvorum status
       kvorum status --watch
       kvorum status --json | jq '.replicas[].load.kv_usage'
     """
+    from rich.console import Group
     from rich.live import Live
 
     from cluster.adminclient import AdminClient
     from cluster.display import make_console, status_json, status_view
+    from cluster.routing_view import ask_routers, routing_view
 
     console = make_console()
     where, token = _controller(name, address)
+    target = _routers(name) if address is None else None
     with AdminClient(where, token) as admin:
-        if not watch:
+
+        def shown() -> Any:
             found = _ask(admin, where)
-            click.echo(status_json(found)) if as_json else console.print(status_view(found))
+            routing = ask_routers(found, token, target)
+            if as_json:
+                return status_json(found, routing)
+            return Group(status_view(found), routing_view(routing))
+
+        def show(what: Any) -> None:
+            click.echo(what) if as_json else console.print(what)
+
+        if not watch:
+            show(shown())
         elif as_json or not console.is_terminal:
             while True:
-                found = _ask(admin, where)
-                click.echo(status_json(found)) if as_json else console.print(status_view(found))
+                show(shown())
                 time.sleep(1.0)
         else:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    live.update(status_view(_ask(admin, where)), refresh=True)
+                    live.update(shown(), refresh=True)
                     time.sleep(1.0)
 
 
@@ -210,6 +225,14 @@ def _controller(name: str | None, address: str | None) -> tuple[str, str]:
     if not state.admin_address:
         raise RunFailed(f"cluster {state.name!r} is still starting: ask again when its controller is up")
     return state.admin_address, state.token
+
+
+def _routers(name: str | None) -> Any:
+    """How to reach this cluster's routers: TLS and token."""
+    from cluster import state as states
+    from cluster.connect import of_state
+
+    return of_state(states.find(name))
 
 
 def _ask(admin: Any, where: str) -> Any:

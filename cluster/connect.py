@@ -88,7 +88,7 @@ def of_state(state: states.ClusterState, key: str | None = None, tls: ClientTls 
 @contextmanager
 def told_plainly() -> Iterator[None]:
     """Turn a gRPC error, or a value that fits no field, into one line an item and the exit code that fits."""
-    from router.client import UnfitValueError  # noqa: PLC0415 - every command imports this module
+    from router.client_request import UnfitValueError  # noqa: PLC0415 - every command imports this module
 
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -197,9 +197,17 @@ def status_view(status: admin_pb2.ClusterStatus) -> Group:
     return Group(heading, table, *routers, *errors)
 
 
-def status_json(status: admin_pb2.ClusterStatus) -> str:
-    """Every field of the status, by its proto name; numbers as numbers."""
-    return json.dumps(to_plain(status), indent=2)
+def status_json(
+    status: admin_pb2.ClusterStatus, routing: Mapping[str, admin_pb2.RouterState | str] | None = None
+) -> str:
+    """Every field of the status, by its proto name; numbers as numbers. `routing` comes by router."""
+    plain = to_plain(status)
+    if routing is not None:
+        plain["routing"] = {
+            name: {"error": state} if isinstance(state, str) else to_plain(state)
+            for name, state in routing.items()
+        }
+    return json.dumps(plain, indent=2)
 
 
 def to_plain(message: Message) -> Any:

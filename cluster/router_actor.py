@@ -57,7 +57,11 @@ class RouterActor:
         pin_process(front_cores)
         self._telemetry = configure("kvorum.router", name, telemetry)
         self._server = RouterServer(
-            config, controller_address, token, observer=TracingObserver(self._telemetry.tracer)
+            config,
+            controller_address,
+            token,
+            observer=TracingObserver(self._telemetry.tracer),
+            meter=self._telemetry.meters.meter,
         )
         self._closed = asyncio.Event()
         self._address = ""

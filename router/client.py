@@ -11,32 +11,33 @@ Every failure is a `protos.errors.KvorumError` with its reason, field violations
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import json_format
 
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from protos.channels import ClientTls, bearer, open_channel
 from protos.errors import KvorumError, from_rpc_error
+from router.client_request import Message, chat_prompt, generate_request
+from router.lookaside_client import LookasideStreams
 
-Message = Mapping[str, Any] | common_pb2.ChatMessage
 Metadata = Sequence[tuple[str, str]]
 
 _T = TypeVar("_T")
 _DEFAULT_TIMEOUT_S = 600.0
 _UNARY_TIMEOUT_S = 30.0
-_ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-
-
-class UnfitValueError(ValueError):
-    """An argument that the message has no room for; it says which."""
+_STATE_TIMEOUT_S = 2.0
+# A router that stops cancels the calls that it had not begun to serve.
+_ELSEWHERE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 class KvorumClient:
@@ -46,6 +47,8 @@ class KvorumClient:
         addresses: host:port of each router.
         api_key: sent as a bearer token.
         tls: turns TLS on.
+        lookaside: ask a router which replica to use and stream from it directly: no router in the path of
+            the tokens. The replicas' addresses must be reachable from here.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class KvorumClient:
         *addresses: str,
         api_key: str | None = None,
         tls: ClientTls | None = None,
+        lookaside: bool = False,
     ) -> None:
         if not addresses:
             raise ValueError("give the address of at least one router, as host:port")
@@ -61,57 +65,56 @@ class KvorumClient:
         self._credential = bearer(api_key)
         self._routers: dict[str, tuple[grpc.aio.Channel, inference_pb2_grpc.InferenceAsyncStub]] = {}
         self._preferred = 0
+        self._direct = LookasideStreams(self._route, self._report) if lookaside else None
 
     async def generate(
         self,
         prompt: str | Sequence[int] | None = None,
         *,
-        messages: Iterable[Message] | None = None,
-        tools: Iterable[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
-        model: str = "",
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        lora: str = "",
         timeout: float = _DEFAULT_TIMEOUT_S,
         metadata: Metadata = (),
-        **sampling: Any,
+        **fields: Any,
     ) -> AsyncGenerator[common_pb2.GenerateResponse, None]:
         """Stream what follows a text, token ids, or a chat; closing the iterator cancels the request.
 
         Args:
-            prompt: text or token ids; or give `messages`, with tools and template_kwargs: see `chat_prompt`.
+            prompt: text or token ids, or give `messages`; `fields` are as in `generate_request`.
             timeout: seconds for the whole stream.
-            sampling: fields of `SamplingParams` by name, such as temperature=0, max_tokens=64,
-                stop=["\\n"], logit_bias={5: -100.0}, structured=StructuredOutput(regex="[0-9]+").
 
         Raises:
             KvorumError: refused, nothing could serve it, or the stream broke.
-            ValueError: not exactly one of prompt and messages, or an unknown sampling field.
+            ValueError: not exactly one of prompt and messages, or an unknown field.
         """
-        if (prompt is None) == (messages is None):
-            raise ValueError("give either a prompt or messages")
-        request = inference_pb2.GenerateRequest(
-            model=model,
-            sampling=_sampling(sampling),
-            options=inference_pb2.RequestOptions(
-                request_id=request_id, priority=priority, cache_salt=cache_salt, lora=lora
-            ),
-        )
-        if isinstance(prompt, str):
-            try:
-                request.text = prompt
-            except UnicodeEncodeError as error:
-                raise UnfitValueError(f"prompt: not text that UTF-8 can carry: {error}") from None
-        elif prompt is not None:
-            request.tokens.ids.extend(prompt)
-        else:
-            request.chat.CopyFrom(chat_prompt(messages or (), tools, template_kwargs))
+        request = generate_request(prompt, **fields)
         deadline = time.monotonic() + timeout
-        async with aclosing(self._stream(request, deadline, metadata)) as stream:
+        streams = self._stream(request, deadline, metadata)
+        if self._direct is not None:
+            streams = self._direct.stream(request, deadline, metadata)
+        async with aclosing(streams) as stream:
             async for message in stream:
                 yield message
+
+    async def explain(
+        self, prompt: str | Sequence[int] | None = None, **fields: Any
+    ) -> inference_pb2.ExplainResponse:
+        """Which replica would serve this request now, and every term of every candidate; nothing runs."""
+        request = generate_request(prompt, **fields)
+        response: inference_pb2.ExplainResponse = await self._unary(lambda stub: stub.Explain, request)
+        return response
+
+    async def router_states(self) -> dict[str, admin_pb2.RouterState | KvorumError]:
+        """What each router knows of replicas, queues and leases, or why it does not say, by address."""
+        found: dict[str, admin_pb2.RouterState | KvorumError] = {}
+        for turn, address in enumerate(self._addresses):
+            self._stub(turn)
+            stub: Any = admin_pb2_grpc.RouterAdminStub(self._routers[address][0])
+            try:
+                found[address] = await stub.GetRouterState(
+                    admin_pb2.GetRouterStateRequest(), timeout=_STATE_TIMEOUT_S, metadata=self._credential
+                )
+            except grpc.aio.AioRpcError as failure:
+                found[address] = from_rpc_error(failure)
+        return found
 
     async def tokenize(
         self, text: str | None = None, *, messages: Iterable[Message] | None = None, model: str = ""
@@ -132,6 +135,8 @@ class KvorumClient:
 
     async def close(self) -> None:
         """Close every connection; streams that still run are cancelled."""
+        if self._direct is not None:
+            await self._direct.close()
         routers, self._routers = self._routers, {}
         for channel, _ in routers.values():
             await channel.close()
@@ -168,14 +173,32 @@ class KvorumClient:
         assert last is not None
         raise last
 
+    async def _route(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
+    ) -> tuple[inference_pb2.RouteResponse, int]:
+        response = await self._unary(lambda stub: stub.Route, request, timeout_s, metadata)
+        return response, self._preferred
+
+    async def _report(self, turn: int, end: inference_pb2.ReportEndRequest) -> None:
+        try:
+            await self._stub(turn).ReportEnd(end, timeout=_STATE_TIMEOUT_S, metadata=self._credential)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from None
+
     async def _unary(
-        self, method: Callable[[inference_pb2_grpc.InferenceAsyncStub], Any], request: Any
+        self,
+        method: Callable[[inference_pb2_grpc.InferenceAsyncStub], Any],
+        request: Any,
+        timeout_s: float = _UNARY_TIMEOUT_S,
+        metadata: Metadata = (),
     ) -> Any:
         last: KvorumError | None = None
+        until = time.monotonic() + timeout_s
         for turn in self._turns():
             try:
                 call = method(self._stub(turn))
-                response = await call(request, timeout=_UNARY_TIMEOUT_S, metadata=self._credential)
+                left_s = max(until - time.monotonic(), 0.0)
+                response = await call(request, timeout=left_s, metadata=(*self._credential, *metadata))
             except grpc.aio.AioRpcError as failure:
                 last = from_rpc_error(failure)
                 if last.code not in _ELSEWHERE:
@@ -207,9 +230,15 @@ class SyncClient:
             ...
     """
 
-    def __init__(self, *addresses: str, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+    def __init__(
+        self,
+        *addresses: str,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        lookaside: bool = False,
+    ) -> None:
         self._runner = asyncio.Runner()
-        self._client = KvorumClient(*addresses, api_key=api_key, tls=tls)
+        self._client = KvorumClient(*addresses, api_key=api_key, tls=tls, lookaside=lookaside)
 
     def generate(
         self, prompt: str | Sequence[int] | None = None, **arguments: Any
@@ -254,63 +283,3 @@ class SyncClient:
             return await work
 
         return self._runner.run(awaited())
-
-
-def chat_prompt(
-    messages: Iterable[Message],
-    tools: Iterable[Mapping[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> inference_pb2.ChatPrompt:
-    """Messages, tools and calls as OpenAI's API writes them, as a ChatPrompt; keys keep their order.
-
-    A message's `content` may be None; its `reasoning_content` may also be called `reasoning`.
-
-    Raises:
-        ValueError: a message has a key that ChatMessage does not know, or a value is no JSON object.
-    """
-    chat = inference_pb2.ChatPrompt()
-    for i, message in enumerate(messages):
-        if isinstance(message, common_pb2.ChatMessage):
-            chat.messages.append(message)
-        else:
-            chat.messages.append(_message(f"messages[{i}]", message))
-    chat.tools_json.extend(_json(f"tools[{i}]", tool) for i, tool in enumerate(tools))
-    if template_kwargs:
-        chat.template_kwargs_json = _json("template_kwargs", template_kwargs)
-    return chat
-
-
-def _message(path: str, plain: Mapping[str, Any]) -> common_pb2.ChatMessage:
-    fields = {key: value for key, value in plain.items() if value is not None}
-    calls = fields.pop("tool_calls", ())
-    if "reasoning" in fields:  # vLLM's newer name; where both are given it counts
-        fields["reasoning_content"] = fields.pop("reasoning")
-    try:
-        message: common_pb2.ChatMessage = json_format.ParseDict(fields, common_pb2.ChatMessage())
-    except json_format.ParseError as error:
-        raise ValueError(f"{path}: {error}") from None
-    message.tool_calls_json.extend(_json(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls))
-    return message
-
-
-def _json(path: str, plain: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(plain), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not a JSON object: {error}") from None
-
-
-def _sampling(fields: Mapping[str, Any]) -> common_pb2.SamplingParams:
-    known = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-    unknown = sorted(fields.keys() - known.keys())
-    if unknown:
-        raise ValueError(f"unknown sampling field {unknown[0]}; there are: {', '.join(sorted(known))}")
-    params = common_pb2.SamplingParams()
-    for name, value in fields.items():
-        if value is None:
-            continue
-        try:
-            params.MergeFrom(common_pb2.SamplingParams(**{name: value}))
-        except (ValueError, TypeError) as error:
-            raise UnfitValueError(f"{name}: {value!r} does not fit: {error}") from None
-    return params

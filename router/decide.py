@@ -4,7 +4,7 @@ decider = Decider(fleet, make_policy("predicted-time", settings), settings)
 decision = decider.decide(request, now)
 if decision is not None:
     ...  # lease decision.uncached_tokens on decision.key, call it
-    fleet.learn(decision.key, decision.outcome(cached_tokens=..., ...))
+    fleet.learn(decision.key, decision.outcome(cached_tokens=..., ...), now)
 """
 
 from __future__ import annotations

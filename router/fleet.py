@@ -34,6 +34,7 @@ _UNREPORTED_S = 0.05  # a lease this young may not be in a report that comes now
 _MOST = 1e12  # of any count that a replica reports
 _ANSWER_TOKENS = 343.0  # mean answer of the Mooncake conversation trace, until answers have been seen
 _ANSWER_RATE = 0.02  # of the moving mean of answers: some hundred requests
+_RELAX_S = 5.0
 
 _COLUMNS = (
     "reported_sequences",  # running and waiting, as last reported
@@ -124,6 +125,7 @@ class Fleet:
         self._flights: dict[int, int] = {}  # row by handle
         self._flying: Counter[int] = Counter()  # handles by row
         self._reported = self._own = 0.0
+        self._relaxed_at = -math.inf
         self._ready: Ints | None = None
         self._distrusted: Ints | None = None
 
@@ -258,16 +260,27 @@ class Fleet:
             if self.members[row] is None:
                 self._free.append(row)
 
-    def learn(self, key: str, outcome: Outcome) -> None:
+    def learn(self, key: str, outcome: Outcome, now: float) -> None:
         """What a request took on `key`, whether it still has a row or not."""
         replica = key.rpartition("@")[0]
-        changed = self.speeds.learn(replica, outcome)
+        changed = self.speeds.learn(replica, outcome, now)
         row = self._rows.get(key)
         if changed and row is not None:
             self._take_speed(row, replica)
         generated = outcome.generated_tokens
         if generated is not None and 0 < generated < _MOST:
             self.answer_tokens += (generated - self.answer_tokens) * _ANSWER_RATE
+
+    def relax(self, now: float) -> None:
+        """Time passes: doubt what has long not been heard (`router.speeds`). Call it as often as you like."""
+        if now - self._relaxed_at < _RELAX_S:
+            return
+        self._relaxed_at = now
+        rows = [(row, member.replica) for row, member in enumerate(self.members) if member is not None]
+        changed = set(self.speeds.relax((replica for _, replica in rows), now))
+        for row, replica in rows:
+            if replica in changed:
+                self._take_speed(row, replica)
 
     # What follows
 

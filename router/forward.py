@@ -12,19 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 import grpc.aio
 
-from protos import common_pb2
+from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError, from_rpc_error
-from router.leases import Lease, LeaseTable
+from router.decide import Decision
+from router.group import Bytes, Placement, ReplicaGroup, Wanted, gave_up, loop_time
 from router.observe import AttemptScope, Outcome, RequestScope
-from router.picker import Candidate, Policy, RouteRequest
-from router.replica_link import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,53 +30,45 @@ Write = Callable[[bytes], Awaitable[None]]
 
 _parse = common_pb2.GenerateResponse.FromString
 _LOSS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-_COME_BACK_S = 0.5
-
-
-class Link(Protocol):
-    """A replica that requests can be sent to; see `router.replica_link.ReplicaLink`."""
-
-    @property
-    def key(self) -> str: ...
-
-    def candidate(self) -> Candidate: ...
-
-    def doubt(self) -> None: ...
-
-    def generate(
-        self, request: bytes, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]
-    ) -> Bytes: ...
-
-
-class Links(Protocol):
-    """Where the replicas come from; see `router.membership.Membership`."""
-
-    def links(self, model: str, digest: str = "") -> Sequence[Link]: ...
-
-    def no_replica(self, model: str, tried: str = "") -> KvorumError: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One validated request. `deadline` is in the event loop's time."""
+    """One validated request."""
 
-    route: RouteRequest
-    tokenizer_digest: str
+    group: ReplicaGroup
+    wanted: Wanted
     message: bytes  # a serialised ReplicaGenerateRequest
     served: common_pb2.Served  # request id, model and trace id are set
-    deadline: float
     scope: RequestScope
     retryable: bool = True
 
+    @property
+    def sequences(self) -> int:
+        return self.wanted.route.sequences
+
+    def replica_request(self, placement: Placement, attempt_id: str = "") -> bytes:
+        """What to send for one attempt: concatenated protobuf messages parse as their merge."""
+        decision = placement.decision
+        own = replica_pb2.ReplicaGenerateRequest(
+            expected_cached_tokens=decision.cached_tokens + decision.pending_tokens, attempt_id=attempt_id
+        )
+        return self.message + own.SerializeToString()
+
+    def served_by(self, placement: Placement, attempt: int) -> common_pb2.Served:
+        """Who serves it, for the first message."""
+        served = common_pb2.Served()
+        served.CopyFrom(self.served)
+        served.replica, served.epoch = placement.decision.replica, placement.decision.epoch
+        served.attempt = attempt
+        return served
+
 
 class Forwarder:
-    """Runs jobs over the replicas that `links` offers, chosen by `policy`, held by `leases`."""
+    """Runs jobs on the replicas of their group."""
 
-    def __init__(
-        self, links: Links, policy: Policy, leases: LeaseTable, *, policy_name: str, max_attempts: int
-    ) -> None:
-        self._links, self._policy, self._leases = links, policy, leases
-        self._policy_name, self._max_attempts = policy_name, max_attempts
+    def __init__(self, *, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
 
     async def run(self, job: Job, write: Write, outcome: Outcome) -> None:
         """Stream the answer to `write`; `outcome` is filled as tokens pass.
@@ -92,100 +82,101 @@ class Forwarder:
         lost = ""
         most = self._max_attempts if job.retryable else 1
         for number in range(1, most + 1):
-            link, candidate = self._route(job, tried, lost)
-            attempt = _Attempt(job, link, candidate, number, outcome)
-            error = await attempt.run(self._leases, write)
+            placement = await placed(job, tried, lost)
+            try:
+                error = await _Attempt(job, placement, number, outcome).run(write)
+            finally:
+                placement.release()
             if error is None:
                 return
             if error.code not in _LOSS:
                 raise error
-            link.doubt()
+            placement.link.doubt()
+            decision = placement.decision
             if outcome.first_token_s is not None:
-                raise _lost_midway(candidate, outcome.generated_tokens, error)
-            tried.add(candidate.key)
+                raise _lost_midway(decision, outcome.generated_tokens, error)
+            tried.add(decision.key)
             lost = f"lost before the first token: {', '.join(sorted(tried))} ({error.message})"
             log.warning("request %s, attempt %d: %s", job.served.request_id, number, lost)
-        raise KvorumError(
-            grpc.StatusCode.UNAVAILABLE,
-            common_pb2.REPLICA_LOST,
-            f"gave up after {most} attempt(s); {lost}",
-            retry_after_s=_COME_BACK_S,
-        )
+        raise gave_up(most, lost)
 
-    def _route(self, job: Job, tried: set[str], lost: str) -> tuple[Link, Candidate]:
-        started_ns = time.time_ns()
-        links = {
-            link.key: link
-            for link in self._links.links(job.route.model, job.tokenizer_digest)
-            if link.key not in tried
-        }
-        candidates = [link.candidate() for link in links.values()]
-        chosen = self._policy.pick(candidates, job.route) if candidates else None
-        job.scope.routed(candidates, chosen, self._policy_name, started_ns)
-        if chosen is None:
-            raise self._links.no_replica(job.route.model, lost)
-        return links[chosen.key], chosen
+
+async def placed(job: Job, tried: set[str] | frozenset[str] = frozenset(), lost: str = "") -> Placement:
+    """A place for the job, told to its scope."""
+    started_ns = time.time_ns()
+    try:
+        placement = await job.group.place(job.wanted, exclude=tried, lost=lost)
+    except KvorumError as error:
+        job.scope.unplaced(error, started_ns)
+        raise
+    job.scope.placed(placement, started_ns)
+    return placement
 
 
 class _Attempt:
     """One call of one replica."""
 
-    def __init__(self, job: Job, link: Link, candidate: Candidate, number: int, outcome: Outcome) -> None:
-        self._job, self._link, self._candidate, self._number = job, link, candidate, number
+    def __init__(self, job: Job, placement: Placement, number: int, outcome: Outcome) -> None:
+        self._job, self._placement, self._number = job, placement, number
         self._whole = outcome
-        self._own = Outcome(prompt_tokens=len(job.route.prompt_token_ids))
-        self._started = asyncio.get_running_loop().time()
+        self._own = Outcome(prompt_tokens=placement.decision.prompt_tokens)
+        self._started = loop_time()
+        self._times: common_pb2.EngineTimes | None = None
 
-    async def run(self, leases: LeaseTable, write: Write) -> KvorumError | None:
+    async def run(self, write: Write) -> KvorumError | None:
         """Forward the stream to its end; the error when it did not finish."""
-        job, route = self._job, self._job.route
-        scope = job.scope.attempt(self._candidate, self._number)
-        left_s = job.deadline - self._started
-        lease = leases.take(
-            self._candidate.key,
-            prefill_tokens=len(route.prompt_token_ids),
-            decode_tokens=route.sequences * route.max_tokens,
-            sequences=route.sequences,
-        )
+        job, placement = self._job, self._placement
+        scope = job.scope.attempt(placement.decision, self._number)
         call: Bytes | None = None
         error: KvorumError | None = None
+        finished = 0
         try:
-            call = self._link.generate(
-                job.message, timeout_s=max(left_s, 0.0), metadata=tuple(scope.metadata)
+            call = placement.link.generate(
+                job.replica_request(placement),
+                timeout_s=max(job.wanted.deadline - self._started, 0.0),
+                metadata=tuple(scope.metadata),
             )
-            finished = await self._forward(call, write, lease, scope)
-            if finished < route.sequences:
-                error = _unfinished(finished, route.sequences)
+            finished = await self._forward(call, write, scope)
+            if finished < job.sequences:
+                error = _unfinished(finished, job.sequences)
         except grpc.aio.AioRpcError as failure:
             error = self._read(failure)
-        except BaseException as failure:
-            self._own.cancelled = isinstance(failure, asyncio.CancelledError)
+        except TimeoutError:  # the whole request's time is over
+            self._own.cancelled = True
             raise
+        except asyncio.CancelledError:
+            if _cancelling():
+                self._own.cancelled = True
+                raise
+            # Its call was, with the replica's channel, and not this task: raised on, it would end nothing.
+            error = _withdrawn(placement.decision)
         finally:
             if call is not None:
                 call.cancel()  # frees the engine's blocks when this ends early; else does nothing
-            lease.release()
+            self._learn(whole=error is None and finished >= job.sequences)
             self._own.error = error
             scope.finished(self._own)
         return error
 
-    async def _forward(self, call: Bytes, write: Write, lease: Lease, scope: AttemptScope) -> int:
+    async def _forward(self, call: Bytes, write: Write, scope: AttemptScope) -> int:
         """Pass the messages on; how many sequences finished."""
-        own, whole = self._own, self._whole
+        own, whole, lease = self._own, self._whole, self._placement.lease
         read = call.read
         raw = await read()
         if not isinstance(raw, bytes):  # grpc.aio.EOF
             return 0
-        first_s = asyncio.get_running_loop().time() - self._started
-        own.first_token_s = whole.first_token_s = first_s
+        own.first_token_s = whole.first_token_s = loop_time() - self._started
         scope.first_token()
         message = _parse(raw)
         whole.cached_tokens = own.cached_tokens = message.usage.cached_tokens
+        self._times = message.times if message.HasField("times") else None
         tokens, finished = _count(message)
         own.generated_tokens = whole.generated_tokens = tokens
         lease.generated(tokens)
+        self._placement.first_token()
         # Concatenated protobuf messages parse as their merge: the first one gains `served`.
-        await write(raw + self._served())
+        served = self._job.served_by(self._placement, self._number)
+        await write(raw + common_pb2.GenerateResponse(served=served).SerializeToString())
         while isinstance(raw := await read(), bytes):
             tokens, ended = _count(_parse(raw))
             finished += ended
@@ -195,12 +186,16 @@ class _Attempt:
             await write(raw)
         return finished
 
-    def _served(self) -> bytes:
-        served = common_pb2.Served()
-        served.CopyFrom(self._job.served)
-        served.replica, served.epoch = self._candidate.replica, self._candidate.epoch
-        served.attempt = self._number
-        return common_pb2.GenerateResponse(served=served).SerializeToString()
+    def _learn(self, *, whole: bool) -> None:
+        own = self._own
+        if self._times is None or own.first_token_s is None:
+            return
+        self._placement.learn(
+            self._times,
+            cached=own.cached_tokens,
+            ttft_s=own.first_token_s,
+            generated=own.generated_tokens / self._job.sequences if whole else None,
+        )
 
     def _read(self, failure: grpc.aio.AioRpcError) -> KvorumError:
         """The replica's error as the client may see it."""
@@ -208,8 +203,9 @@ class _Attempt:
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return deadline_exceeded(self._whole.generated_tokens)
         if error.code is grpc.StatusCode.UNKNOWN:  # an exception in the replica: its text is for the log
-            log.error("replica %s failed: %s", self._candidate.key, error.message)
-            message = f"replica {self._candidate.replica} failed on request {self._job.served.request_id}"
+            replica = self._placement.decision.replica
+            log.error("replica %s failed: %s", self._placement.decision.key, error.message)
+            message = f"replica {replica} failed on request {self._job.served.request_id}"
             return KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
         return error
 
@@ -233,6 +229,19 @@ def _count(message: common_pb2.GenerateResponse) -> tuple[int, int]:
     return tokens, finished
 
 
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _withdrawn(decision: Decision) -> KvorumError:
+    return KvorumError(
+        grpc.StatusCode.UNAVAILABLE,
+        common_pb2.REPLICA_LOST,
+        f"replica {decision.replica} was withdrawn, and the time to finish what ran on it is over",
+    )
+
+
 def _unfinished(finished: int, asked: int) -> KvorumError:
     return KvorumError(
         grpc.StatusCode.UNAVAILABLE,
@@ -241,11 +250,11 @@ def _unfinished(finished: int, asked: int) -> KvorumError:
     )
 
 
-def _lost_midway(candidate: Candidate, tokens: int, error: KvorumError) -> KvorumError:
+def _lost_midway(decision: Decision, tokens: int, error: KvorumError) -> KvorumError:
     return KvorumError(
         grpc.StatusCode.UNAVAILABLE,
         common_pb2.REPLICA_LOST,
-        f"replica {candidate.replica} was lost after {tokens} tokens ({error.message}); "
+        f"replica {decision.replica} was lost after {tokens} tokens ({error.message}); "
         "the stream is incomplete, send the request again",
-        metadata={"replica": candidate.replica, "epoch": candidate.epoch},
+        metadata={"replica": decision.replica, "epoch": decision.epoch},
     )

@@ -36,7 +36,13 @@ async def run(
         OSError, ValueError: it cannot listen as configured; see `RouterServer.start`.
     """
     traces = configure("kvorum.router", f"router-{os.getpid()}", telemetry or TelemetryConfig())
-    server = RouterServer(config, controller_address, cluster_token, observer=TracingObserver(traces.tracer))
+    server = RouterServer(
+        config,
+        controller_address,
+        cluster_token,
+        observer=TracingObserver(traces.tracer),
+        meter=traces.meters.meter,
+    )
     asked, hurried = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

@@ -14,12 +14,16 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
 
 from protos import admin_pb2, admin_pb2_grpc, common_pb2
 from protos.channels import bearer, open_channel
 from protos.errors import KvorumError, invalid
 from router.backoff import Backoff
-from router.leases import LeaseTable
+from router.config import RouterConfig
+from router.group import ReplicaGroup
+from router.leases import LeasedLoad
 from router.replica_link import ReplicaLink, Standing
 from router.tasks import TaskGroup
 
@@ -37,7 +41,7 @@ class Tokenizer(Protocol):
     @property
     def max_chars_per_token(self) -> int: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> NDArray[np.int32]: ...
 
     def encode_chat(
         self,
@@ -47,7 +51,7 @@ class Tokenizer(Protocol):
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> tuple[list[int], str]: ...
+    ) -> tuple[NDArray[np.int32], str]: ...
 
 
 TokenizerFactory = Callable[[admin_pb2.TokenizerBundle], Tokenizer]
@@ -63,17 +67,15 @@ class Membership:
     def __init__(
         self,
         controller_address: str,
-        leases: LeaseTable,
+        config: RouterConfig,
         make_tokenizer: TokenizerFactory,
         *,
         token: str | None = None,
-        heartbeat_s: float = 1.0,
-        linger_s: float = 600.0,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._controller_address, self._token = controller_address, token
-        self._leases, self._make_tokenizer, self._on_change = leases, make_tokenizer, on_change
-        self._heartbeat_s, self._linger_s = heartbeat_s, linger_s
+        self._config, self._make_tokenizer, self._on_change = config, make_tokenizer, on_change
+        self._groups: dict[tuple[str, str], ReplicaGroup] = {}  # by model name and tokenizer digest
         self._links: dict[str, ReplicaLink] = {}  # by replica name, in that order
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, common_pb2.ModelInfo] = {}  # as the controller lists them
@@ -88,6 +90,7 @@ class Membership:
         self._channel = open_channel(self._controller_address)
         self._admin: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(self._channel)
         self._tasks.spawn("watch the controller", self._watch_controller())
+        self._tasks.spawn("watch for silence", self._watch_silence())
 
     async def stop(self) -> None:
         """Close every connection; requests that still run on them end."""
@@ -136,6 +139,25 @@ class Membership:
         """Replicas of `model`: ready, known."""
         links = [link for link in self._links.values() if link.model.name == model]
         return sum(link.standing() is Standing.READY for link in links), max(len(links), self._listed[model])
+
+    def group(self, info: common_pb2.ModelInfo) -> ReplicaGroup:
+        """The replicas that prompts tokenised for `info` may go to; may be empty now."""
+        key = (info.name, info.tokenizer_digest)
+        if key not in self._groups:
+            self._groups[key] = ReplicaGroup(info.name, self._config, lambda: self.no_replica(info.name))
+        return self._groups[key]
+
+    def groups(self) -> list[ReplicaGroup]:
+        """Every group there is."""
+        return list(self._groups.values())
+
+    def all_links(self) -> list[ReplicaLink]:
+        """Every replica that the controller lists as serving, by name."""
+        return list(self._links.values())
+
+    def leased(self) -> dict[str, LeasedLoad]:
+        """Every engine that has a lease of this router, with its load."""
+        return {key: load for group in self._groups.values() for key, load in group.leases.held().items()}
 
     def servable(self, model: str) -> bool:
         """Whether a text prompt for `model` could be served now."""
@@ -220,11 +242,30 @@ class Membership:
         self._models = {m.model.name: m.model for m in members.members if m.model.name}
         self._listed = Counter(m.model.name for m in members.members)
         self._keep_tokenizers()
+        self._forget_groups()
         self._on_change()
+
+    def _forget_groups(self) -> None:
+        listed = {(info.name, info.tokenizer_digest) for info in self._models.values()}
+        for key in [key for key, group in self._groups.items() if group.unused and key not in listed]:
+            del self._groups[key]
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s / 2)
+            for link in self._links.values():
+                link.refresh()
+            for group in self._groups.values():
+                group.fleet.relax(group.clock())
 
     def _connect(self, member: admin_pb2.Member) -> None:
         link = ReplicaLink(
-            member, self._leases, self._changed, token=self._token, heartbeat_s=self._heartbeat_s
+            member,
+            self.group(member.model),
+            self._changed,
+            token=self._token,
+            heartbeat_s=self._config.heartbeat_s,
+            most_blocks=self._config.max_replica_blocks,
         )
         self._links[member.replica] = link
         self._watches[member.replica] = self._tasks.spawn(f"watch {link.key}", link.watch())
@@ -233,7 +274,8 @@ class Membership:
         """No new requests; those that run on it may still finish."""
         del self._links[name]
         self._watches.pop(name).cancel()
-        self._tasks.spawn(f"close {link.key}", link.close(self._linger_s))
+        link.retire()
+        self._tasks.spawn(f"close {link.key}", link.close(self._config.default_deadline_s))
 
     def _changed(self) -> None:
         self._keep_tokenizers()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from protos.errors import KvorumError
-from router.picker import Candidate
+
+if TYPE_CHECKING:
+    from router.decide import Decision
+    from router.group import Placement
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -22,6 +25,7 @@ class RequestFacts:
 
     request_id: str
     operation: str  # "text_completion" or "chat"
+    tenant: str = ""
     model: str = ""  # as asked for; may be empty
     sequences: int = 1
     max_tokens: int | None = None
@@ -61,11 +65,11 @@ class RequestScope(Protocol):
 
     def tokenized(self, model: str, prompt_tokens: int, started_ns: int) -> None: ...
 
-    def routed(
-        self, candidates: Sequence[Candidate], chosen: Candidate | None, why: str, started_ns: int
-    ) -> None: ...
+    def placed(self, placement: Placement, started_ns: int) -> None: ...
 
-    def attempt(self, candidate: Candidate, number: int) -> AttemptScope: ...
+    def unplaced(self, error: KvorumError, started_ns: int) -> None: ...
+
+    def attempt(self, decision: Decision, number: int) -> AttemptScope: ...
 
     def finished(self, outcome: Outcome) -> None: ...
 
@@ -96,12 +100,13 @@ class SilentRequest:
     def tokenized(self, model: str, prompt_tokens: int, started_ns: int) -> None:
         """Nothing."""
 
-    def routed(
-        self, candidates: Sequence[Candidate], chosen: Candidate | None, why: str, started_ns: int
-    ) -> None:
+    def placed(self, placement: Placement, started_ns: int) -> None:
         """Nothing."""
 
-    def attempt(self, candidate: Candidate, number: int) -> AttemptScope:
+    def unplaced(self, error: KvorumError, started_ns: int) -> None:
+        """Nothing."""
+
+    def attempt(self, decision: Decision, number: int) -> AttemptScope:
         """Nothing to record."""
         return _SILENT_ATTEMPT
 

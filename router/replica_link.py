@@ -15,18 +15,21 @@ import grpc.aio
 from protos import admin_pb2, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bearer, open_channel
 from router.backoff import Backoff
-from router.leases import LeaseTable
-from router.picker import Candidate
+from router.group import Bytes, ReplicaGroup
 from router.replica_view import DesyncError, ReplicaView
+from router.seat import Seat, wrong_scheme
 
 log = logging.getLogger(__name__)
 
 SUSPECT_HEARTBEATS = 3
 LOST_HEARTBEATS = 10
+MOST_HEARTBEAT_S = 60.0
+"""A replica that announces slower ones is suspect in between."""
+
+_STEADY_S = 30.0
+"""A view that held this long was no lie: if it breaks, the next snapshot is asked for at once again."""
 
 GENERATE = "/kvorum.v1.Replica/Generate"
-
-Bytes = grpc.aio.UnaryStreamCall[bytes, bytes]
 
 
 class Standing(IntEnum):
@@ -34,11 +37,14 @@ class Standing(IntEnum):
 
     READY = 0
     SUSPECT = 1  # only when nothing is ready
-    OUT = 2  # connection lost, draining, or not heard of yet
+    OUT = 2  # connection lost, draining, another model, or not heard of yet
 
 
 class ReplicaLink:
     """Watches one replica and carries requests to it.
+
+    A replica whose view was dropped (a gap, contradictory blocks) stays in service without cache credit
+    while a fresh snapshot is on its way; one whose connection is lost does not.
 
     `on_change` is called (in the loop, must not block) when its standing or model changes.
     """
@@ -46,22 +52,31 @@ class ReplicaLink:
     def __init__(
         self,
         member: admin_pb2.Member,
-        leases: LeaseTable,
+        group: ReplicaGroup,
         on_change: Callable[[], None],
         *,
         token: str | None = None,
         heartbeat_s: float = 1.0,
+        most_blocks: int = 4_000_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replica, self.address = member.replica, member.address
+        self.group = group
+        self.views_dropped = 0
         self._member = member
-        self._leases, self._on_change, self._clock = leases, on_change, clock
-        self._heartbeat_s = heartbeat_s
+        self._on_change, self._clock = on_change, clock
+        self._heartbeat_s, self._most_blocks = heartbeat_s, most_blocks
         self._credential = bearer(token)
         self._view = ReplicaView()
+        self._connected = False
         self._heard_at = 0.0
-        self._leased_at_report = 0
         self._doubted = False
+        self._desyncs = Backoff()
+        self._synced_at = 0.0
+        self._call: Any = None
+        self._resyncing = False
+        self._told: tuple[Standing, str] | None = None
+        self._seat = Seat(group, self, member.replica, member.epoch, most_blocks=most_blocks)
         self._channel = open_channel(member.address)
         self._stub: replica_pb2_grpc.ReplicaAsyncStub = replica_pb2_grpc.ReplicaStub(self._channel)
         # Bytes in, bytes out: the forwarding path parses each message once, for its own count.
@@ -70,36 +85,40 @@ class ReplicaLink:
     @property
     def epoch(self) -> str:
         """The replica's own word, or the controller's until it has spoken."""
-        return self._view.epoch or self._member.epoch
+        return self._seat.epoch
 
     @property
     def key(self) -> str:
-        """The key of its candidate and its leases."""
-        return f"{self.replica}@{self.epoch}"
+        """The key of its leases."""
+        return self._seat.key
 
     @property
     def model(self) -> common_pb2.ModelInfo:
         """What it serves: its own word, or the controller's until it has spoken."""
-        return self._view.model if self._view.epoch else self._member.model
+        return self._view.model if self._view.epoch and not self._other_model() else self._member.model
 
     def standing(self) -> Standing:
         """Whether it may be picked now."""
-        draining = self._view.draining or self._member.state == admin_pb2.DRAINING
-        if not self._view.synced or draining:
+        if self._why_out():
             return Standing.OUT
         return Standing.SUSPECT if self._doubted or self._silent_s() > self._allowed_s() else Standing.READY
 
-    def candidate(self) -> Candidate:
-        """Its load as plain values, for the policies."""
-        load = self._view.load
-        return Candidate(
+    def state(self) -> admin_pb2.ReplicaView:
+        """What this router knows of it, for people."""
+        speeds = self.group.fleet.speeds
+        errors = speeds.errors(self.replica)
+        return admin_pb2.ReplicaView(
             replica=self.replica,
             epoch=self.epoch,
-            reported=load.running + load.waiting,
-            leased=self._leases.sequences(self.key),
-            leased_at_report=self._leased_at_report,
-            kv_usage=load.kv_usage,
-            suspect=self.standing() is Standing.SUSPECT,
+            standing=self.standing().name.lower(),
+            degraded=self._why_out() or self._seat.degraded(self._view),
+            blocks=self._seat.blocks,
+            block_size=self._view.block_size,
+            views_dropped=self.views_dropped,
+            leases=self.group.leases.load(self.key).requests,
+            ttft_error_ms=errors.ttft_ms,
+            cached_error_tokens=errors.cached_tokens,
+            prefill_ms_per_token=speeds.of(self.replica).a,
         )
 
     def is_for(self, member: admin_pb2.Member) -> bool:
@@ -109,11 +128,32 @@ class ReplicaLink:
     def update_member(self, member: admin_pb2.Member) -> None:
         """The controller said something new of the same engine."""
         self._member = member
+        self.refresh()
 
     def doubt(self) -> None:
         """A request failed here: prefer others until the replica speaks again."""
         self._doubted = True
-        self._on_change()
+        self.refresh()
+
+    def resync(self) -> None:
+        """Drop the view of its blocks and ask for a fresh snapshot."""
+        self._seat.forget_blocks("its blocks are being read anew")
+        if self._call is not None:
+            self._resyncing = True
+            self._call.cancel()
+
+    def refresh(self) -> None:
+        """Tell the fleet its present standing; silence changes it without any event."""
+        now = (self.standing(), self.epoch)
+        self._seat.stand(
+            self._view,
+            usable=now[0] is not Standing.OUT,
+            suspect=now[0] is Standing.SUSPECT,
+            why_out=self._why_out(),
+        )
+        if now != self._told:
+            self._told = now
+            self._on_change()
 
     def generate(self, request: bytes, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> Bytes:
         """Start `Replica.Generate` with a serialised request; the stream yields serialised responses.
@@ -127,17 +167,30 @@ class ReplicaLink:
         """Follow the replica's updates until cancelled; reconnect with growing pauses."""
         backoff = Backoff()
         while True:
-            why = await self._watch_once(backoff)
-            was_synced = self._view.synced
-            self._view.lose()
-            if was_synced:
-                log.warning("replica %s at %s lost: %s", self.key, self.address, why)
-                self._on_change()
-            await asyncio.sleep(backoff.pause_s())
+            pauses = backoff
+            try:
+                why = await self._watch_once(backoff)
+            except DesyncError as error:
+                pauses = self._desyncs
+                self._drop_view(str(error))
+            else:
+                if self._connected:
+                    log.warning("replica %s at %s lost: %s", self.key, self.address, why)
+                self._connected = False
+                self._view.lose()
+                self._seat.forget_blocks("its connection was lost")
+            self.refresh()
+            await asyncio.sleep(pauses.pause_s())
 
     async def _watch_once(self, backoff: Backoff) -> str:
-        """Follow one stream to its end; says why it ended."""
-        call = self._stub.WatchReplica(replica_pb2.WatchReplicaRequest(), metadata=self._credential)
+        """Follow one stream to its end; says why it ended.
+
+        Raises:
+            DesyncError: an update that cannot be right.
+        """
+        call = self._call = self._stub.WatchReplica(
+            replica_pb2.WatchReplicaRequest(), metadata=self._credential
+        )
         try:
             while True:
                 silence_s = self._allowed_s() / SUSPECT_HEARTBEATS * LOST_HEARTBEATS
@@ -147,8 +200,13 @@ class ReplicaLink:
                     return "it ended the stream of its updates"
                 self._take(update)
                 backoff.reset()
-        except DesyncError as error:
-            return str(error)
+        except DesyncError:
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._resyncing and not (task and task.cancelling()):  # the call was cancelled, not this task
+                raise DesyncError("most replicas have another block size now") from None
+            raise
         except TimeoutError:
             return f"silent for {LOST_HEARTBEATS} heartbeats"
         except grpc.aio.AioRpcError as error:
@@ -157,31 +215,74 @@ class ReplicaLink:
             log.exception("cannot take the updates of %s", self.key)
             return str(error)
         finally:
+            self._call, self._resyncing = None, False
             call.cancel()
 
     def _take(self, update: replica_pb2.ReplicaUpdate) -> None:
-        before = (self.standing(), self.epoch)
-        self._view.apply(update)
+        self._connected = True
         self._heard_at = self._clock()
+        self._view.apply(update)
         self._doubted = False
-        self._leased_at_report = self._leases.sequences(self.key)
-        if (self.standing(), self.epoch) != before:
-            self._on_change()
+        if self._view.epoch != self._seat.epoch:
+            self._seat.leave()
+            self._seat = Seat(self.group, self, self.replica, self._view.epoch, most_blocks=self._most_blocks)
+        if update.HasField("snapshot"):
+            self._synced_at = self._heard_at
+            self.views_dropped += bool(self._other_model() or wrong_scheme(self._view))
+        elif self._heard_at - self._synced_at > _STEADY_S:
+            self._desyncs.reset()
+        if not self._other_model():
+            self._seat.take(update, self._view)
+        elif update.HasField("snapshot"):
+            self._seat.forget_blocks(self._other_model())
+        self.refresh()
+
+    def _drop_view(self, why: str) -> None:
+        """What it published cannot be right: no credit until a fresh snapshot proves otherwise."""
+        self.views_dropped += 1
+        log.warning("view of replica %s dropped (%d so far): %s", self.key, self.views_dropped, why)
+        self._view.lose()
+        self._seat.forget_blocks(f"unsynced: {why}")
+
+    def retire(self) -> None:
+        """It gets no new requests."""
+        self._seat.leave()
 
     async def close(self, linger_s: float) -> None:
         """Let the requests that run on it finish for at most `linger_s`, then close the channel."""
+        self.retire()
+        key = self.key
         try:
-            if self._leases.sequences(self.key):
+            if self.group.leases.sequences(key):
                 async with asyncio.timeout(linger_s):
-                    await self._leases.idle(self.key)
+                    await self.group.leases.idle(key)
         except TimeoutError:
-            log.warning("closing %s with requests still running after %.0f s", self.key, linger_s)
+            log.warning("closing %s with requests still running after %.0f s", key, linger_s)
         finally:
             await self._channel.close()
+
+    def _why_out(self) -> str:
+        """Why it may not be picked; empty: it may."""
+        if self._view.draining or self._member.state == admin_pb2.DRAINING:
+            return "draining"
+        if not self._connected:
+            return "not connected"
+        return self._other_model()
+
+    def _other_model(self) -> str:
+        """Why its own word on its model cannot be reconciled with the controller's; empty: it can."""
+        if not self._view.epoch:
+            return ""
+        says, listed = self._view.model, self._member.model
+        for name in ("name", "tokenizer_digest", "revision"):
+            ours, theirs = getattr(listed, name), getattr(says, name)
+            if ours and ours != theirs:
+                return f"it says it serves {name} {theirs!r}, the controller says {ours!r}"
+        return ""
 
     def _silent_s(self) -> float:
         return self._clock() - self._heard_at
 
     def _allowed_s(self) -> float:
         """The silence that is not yet suspect; a replica may beat slower than this router expects."""
-        return SUSPECT_HEARTBEATS * max(self._heartbeat_s, self._view.heartbeat_s)
+        return SUSPECT_HEARTBEATS * max(self._heartbeat_s, min(self._view.heartbeat_s, MOST_HEARTBEAT_S))

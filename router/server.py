@@ -8,15 +8,17 @@ import logging
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.metrics import Meter
 
+from protos import admin_pb2, admin_pb2_grpc
 from protos.channels import ServerTls, bind, create_server
-from router import service
+from router import router_admin, service
 from router.config import RouterConfig
-from router.forward import Forwarder
-from router.leases import LeaseTable
+from router.lookaside import Lookaside
 from router.membership import Membership, TokenizerFactory
+from router.metrics import MeasuringObserver, RouterMetrics
 from router.observe import Observer, SilentObserver
-from router.picker import make_policy
+from router.router_admin import RouterAdminService
 from router.service import InferenceService
 from router.tasks import TaskGroup
 from router.tokenizer import Tokenizer
@@ -40,27 +42,19 @@ class RouterServer:
         cluster_token: str | None = None,
         *,
         observer: Observer | None = None,
+        meter: Meter | None = None,
         make_tokenizer: TokenizerFactory = Tokenizer.from_bundle,
     ) -> None:
         self._config, self._cluster_token = config, cluster_token
-        self.leases = LeaseTable()
         self.members = Membership(
-            controller_address,
-            self.leases,
-            make_tokenizer,
-            token=cluster_token,
-            heartbeat_s=config.heartbeat_s,
-            linger_s=config.default_deadline_s,
-            on_change=self._members_changed,
+            controller_address, config, make_tokenizer, token=cluster_token, on_change=self._members_changed
         )
-        forwarder = Forwarder(
-            self.members,
-            make_policy(config.policy),
-            self.leases,
-            policy_name=config.policy,
-            max_attempts=config.max_attempts,
-        )
-        self._service = InferenceService(config, self.members, forwarder, observer or SilentObserver())
+        self._lookaside = Lookaside(cluster_token, ticket_s=config.ticket_s, most=config.max_streams)
+        observer = observer or SilentObserver()
+        if meter is not None:
+            observer = MeasuringObserver(observer, RouterMetrics(meter, self.state))
+        self._service = InferenceService(config, self.members, self._lookaside, observer)
+        self._admin = RouterAdminService(config.policy, self.members, lambda: self.in_flight)
         self._health = health.aio.HealthServicer()
         self._changed = asyncio.Event()
         self._tasks = TaskGroup()
@@ -68,8 +62,12 @@ class RouterServer:
 
     @property
     def in_flight(self) -> int:
-        """Streams now being served."""
-        return self._service.in_flight
+        """Streams now being served, those that clients run themselves included."""
+        return self._service.in_flight + len(self._lookaside)
+
+    def state(self) -> admin_pb2.RouterState:
+        """What this router knows of its replicas, queues and leases."""
+        return self._admin.state()
 
     async def start(self) -> str:
         """Listen, begin to watch the controller, and return the address as host:port.
@@ -85,9 +83,10 @@ class RouterServer:
             await server.stop(None)  # one that is dropped unstopped keeps the process from ending
             raise
         server.add_generic_rpc_handlers((self._service.handler(),))
+        admin_pb2_grpc.add_RouterAdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
-            (service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+            (service.NAME, router_admin.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         await self._publish_health()
         await self.members.start()
@@ -107,6 +106,7 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         if not await self._service.drain(grace_s):
             log.warning("%d requests outlived the grace of %.1f s", self.in_flight, grace_s)
+        self._lookaside.close()
         # Health watchers never end by themselves: they must not hold the grace.
         await server.stop(_LAST_BYTES_S)
         await self.members.stop()

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from protos import common_pb2, inference_pb2, replica_pb2
-from protos.errors import KvorumError, invalid, to_status
-from router import prompt, validate
+from protos import common_pb2, inference_pb2
+from protos.errors import KvorumError, to_status
+from router.bounded_stream import BoundedStream
 from router.config import RouterConfig
-from router.forward import Forwarder, Job, deadline_exceeded
+from router.explain import explained
+from router.forward import Forwarder, deadline_exceeded
+from router.group import loop_time
+from router.intake import Generation, Intake, facts
+from router.lookaside import Lookaside
 from router.membership import Membership
-from router.observe import Observer, Outcome, RequestFacts, RequestScope
-from router.picker import RouteRequest
+from router.observe import Observer, Outcome, RequestScope, SilentObserver
 
 log = logging.getLogger(__name__)
 
 NAME = "kvorum.v1.Inference"
 
-_Generation = inference_pb2.GenerateRequest | inference_pb2.ChatRequest
 _T = TypeVar("_T")
 
 _CUT_OFF_S = 5.0
@@ -37,16 +38,18 @@ class InferenceService:
     """Handles calls. Counts the streams in flight, to bound them and to drain."""
 
     def __init__(
-        self, config: RouterConfig, members: Membership, forwarder: Forwarder, observer: Observer
+        self, config: RouterConfig, members: Membership, lookaside: Lookaside, observer: Observer
     ) -> None:
         self._config, self._members = config, members
-        self._forwarder, self._observer = forwarder, observer
+        self._intake = Intake(config, members)
+        self._forwarder = Forwarder(max_attempts=config.max_attempts)
+        self._lookaside, self._observer = lookaside, observer
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._cut_off = False
-        self._timers: set[asyncio.Timeout] = set()
+        self._streams: set[BoundedStream] = set()
 
     @property
     def in_flight(self) -> int:
@@ -66,6 +69,13 @@ class InferenceService:
             "ListModels": unary(
                 self.list_models, pb.ListModelsRequest.FromString, pb.ListModelsResponse.SerializeToString
             ),
+            "Route": unary(self.route, pb.GenerateRequest.FromString, pb.RouteResponse.SerializeToString),
+            "ReportEnd": unary(
+                self.report_end, pb.ReportEndRequest.FromString, pb.ReportEndResponse.SerializeToString
+            ),
+            "Explain": unary(
+                self.explain, pb.GenerateRequest.FromString, pb.ExplainResponse.SerializeToString
+            ),
         }
         return grpc.method_handlers_generic_handler(NAME, methods)
 
@@ -80,17 +90,19 @@ class InferenceService:
                 await self._idle.wait()
         except TimeoutError:
             self.cut_off()
-            async with asyncio.timeout(_CUT_OFF_S):
-                await self._idle.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_OFF_S):
+                    await self._idle.wait()
             return False
         return True
 
     def cut_off(self) -> None:
-        """End every stream in flight with UNAVAILABLE/ROUTER_DRAINING."""
+        """End every stream in flight, and every request that waits, with UNAVAILABLE/ROUTER_DRAINING."""
         self._cut_off = True
-        for timer in self._timers:
-            if not timer.expired():
-                timer.reschedule(0.0)
+        for group in self._members.groups():
+            group.close(_draining)
+        for stream in self._streams:
+            stream.end()
 
     async def generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream the continuation of a text, token ids or a chat."""
@@ -104,7 +116,28 @@ class InferenceService:
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         """The tokens that Generate or Chat would send to the engine."""
-        return await self._answer(context, self._tokenize(request))
+        return await self._answer(context, self._intake.tokenize(request))
+
+    async def route(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> inference_pb2.RouteResponse:
+        """Decide and lease as Generate would; the client streams from the replica itself."""
+        deadline = loop_time() + self._allowed_s(context)
+        return await self._answer(context, self._route(request, context, deadline))
+
+    async def report_end(
+        self, request: inference_pb2.ReportEndRequest, context: Any
+    ) -> inference_pb2.ReportEndResponse:
+        """A routed stream is over."""
+        self._lookaside.report(request)
+        return inference_pb2.ReportEndResponse()
+
+    async def explain(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> inference_pb2.ExplainResponse:
+        """The decision for this request, with every candidate and term; nothing runs."""
+        deadline = loop_time() + self._allowed_s(context)
+        return await self._answer(context, self._explain(request, deadline))
 
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, context: Any
@@ -116,30 +149,14 @@ class InferenceService:
             models.append(inference_pb2.ServedModel(info=info, ready_replicas=ready, known_replicas=known))
         return inference_pb2.ListModelsResponse(models=models)
 
-    async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        info = self._members.resolve(request.model)
-        tokenizer = self._members.tokenizer(info)
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise invalid("prompt", "set text or chat", common_pb2.PROMPT_EMPTY)
-        if kind == "chat":
-            tokens = await prompt.from_chat(request.chat, tokenizer)
-        else:
-            special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            tokens = await prompt.from_text(
-                request.text, tokenizer, max_tokens=info.max_model_len, add_special_tokens=special
-            )
-        return inference_pb2.TokenizeResponse(
-            model=info.name, ids=tokens.ids, max_model_len=info.max_model_len, rendered=tokens.rendered
-        )
-
-    async def _serve(self, request: _Generation, operation: str, context: Any) -> None:
+    async def _serve(self, request: Generation, operation: str, context: Any) -> None:
         """One request, observed and bounded; every way out ends its scope and frees its place."""
         request_id = request.options.request_id or uuid.uuid4().hex
-        facts = _facts(request, request_id, operation)
-        scope = self._observer.request(facts, context.invocation_metadata() or ())
+        scope = self._observer.request(
+            facts(request, request_id, operation), context.invocation_metadata() or ()
+        )
         outcome = Outcome()
-        deadline = asyncio.get_running_loop().time() + self._allowed_s(context)
+        deadline = loop_time() + self._allowed_s(context)
         try:
             with self._place():
                 await self._generate(
@@ -149,7 +166,7 @@ class InferenceService:
             outcome.error = error
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client hangs up and when its deadline passes.
-            if asyncio.get_running_loop().time() >= deadline:
+            if loop_time() >= deadline:
                 outcome.error = deadline_exceeded(outcome.generated_tokens)
             else:
                 outcome.cancelled = True
@@ -163,7 +180,7 @@ class InferenceService:
 
     async def _generate(
         self,
-        request: _Generation,
+        request: Generation,
         request_id: str,
         context: Any,
         *,
@@ -171,68 +188,44 @@ class InferenceService:
         outcome: Outcome,
         deadline: float,
     ) -> None:
-        timer = asyncio.timeout_at(deadline)
+        stream = BoundedStream(context.write, deadline)
         try:
-            async with timer:
-                self._timers.add(timer)
-                job = await self._job(request, request_id, deadline, scope)
-                outcome.prompt_tokens = len(job.route.prompt_token_ids)
-                await self._forwarder.run(job, context.write, outcome)
+            async with stream:
+                self._streams.add(stream)
+                job = await self._intake.job(request, request_id, deadline, scope)
+                outcome.prompt_tokens = len(job.wanted.route.prompt_token_ids)
+                await self._forwarder.run(job, stream.write, outcome)
         except TimeoutError:
             if self._cut_off:
                 raise _draining() from None
             raise deadline_exceeded(outcome.generated_tokens) from None
         finally:
-            self._timers.discard(timer)
+            self._streams.discard(stream)
 
-    async def _job(self, request: _Generation, request_id: str, deadline: float, scope: RequestScope) -> Job:
-        """Tokenise and validate."""
-        info = self._members.resolve(request.model)
-        if not self._members.links(info.name):
-            raise self._members.no_replica(info.name)
-        started_ns = time.time_ns()
-        tokens = await self._prompt(request, info)
-        scope.tokenized(info.name, len(tokens.ids), started_ns)
-        validate.prompt(tokens.ids, info, tokens.field)
-        sampling, options = request.sampling, request.options
-        validate.sampling(sampling, info, prompt_tokens=len(tokens.ids), max_n=self._config.max_n)
-        validate.options(options, info)
-        route = RouteRequest(
-            model=info.name,
-            prompt_token_ids=tokens.ids,
-            sequences=validate.sequences(sampling),
-            max_tokens=validate.room(sampling, info, len(tokens.ids)),
-            lora=options.lora,
-            cache_salt=options.cache_salt,
+    async def _route(
+        self, request: inference_pb2.GenerateRequest, context: Any, deadline: float
+    ) -> inference_pb2.RouteResponse:
+        request_id = request.options.request_id or uuid.uuid4().hex
+        scope = self._observer.request(
+            facts(request, request_id, "text_completion"), context.invocation_metadata() or ()
         )
-        message = replica_pb2.ReplicaGenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=tokens.ids,
-            sampling=sampling if request.HasField("sampling") else None,
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            lora=options.lora,
-        )
-        served = common_pb2.Served(request_id=request_id, model=info.name, trace_id=scope.trace_id)
-        # A constraint that brings a replica down must not be tried on the next one.
-        retryable = not sampling.HasField("structured")
-        return Job(
-            route, info.tokenizer_digest, message.SerializeToString(), served, deadline, scope, retryable
-        )
-
-    async def _prompt(self, request: _Generation, info: common_pb2.ModelInfo) -> prompt.Prompt:
-        if isinstance(request, inference_pb2.ChatRequest):
-            return await prompt.from_chat(request.chat, self._members.tokenizer(info))
-        kind = request.WhichOneof("prompt")
-        if kind == "tokens":
-            return prompt.Prompt(list(request.tokens.ids), "tokens.ids")
-        if kind == "text":
-            return await prompt.from_text(
-                request.text, self._members.tokenizer(info), max_tokens=info.max_model_len
+        try:
+            with self._place():
+                job = await self._intake.job(request, request_id, deadline, scope)
+                return await self._lookaside.route(job)
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            scope.finished(
+                Outcome(error=error if isinstance(error, KvorumError) else None, cancelled=cancelled)
             )
-        if kind == "chat":
-            return await prompt.from_chat(request.chat, self._members.tokenizer(info))
-        raise invalid("prompt", "set text, tokens or chat", common_pb2.PROMPT_EMPTY)
+            raise
+
+    async def _explain(
+        self, request: inference_pb2.GenerateRequest, deadline: float
+    ) -> inference_pb2.ExplainResponse:
+        scope = SilentObserver().request(facts(request, "", "text_completion"), ())
+        job = await self._intake.job(request, "", deadline, scope)
+        return explained(job.group, job.wanted.route)
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -271,18 +264,6 @@ class InferenceService:
         """What the client's deadline leaves, or the default."""
         remaining_s: float | None = context.time_remaining()
         return self._config.default_deadline_s if remaining_s is None else remaining_s
-
-
-def _facts(request: _Generation, request_id: str, operation: str) -> RequestFacts:
-    sampling = request.sampling
-    return RequestFacts(
-        request_id=request_id[: validate.MAX_REQUEST_ID_CHARS],
-        operation=operation,
-        model=request.model,
-        sequences=validate.sequences(sampling),
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-    )
 
 
 def _internal(request_id: str) -> KvorumError:

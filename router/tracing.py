@@ -2,22 +2,29 @@
 
 kvorum.router.request            below the caller's span, or a root
 ├─ kvorum.router.tokenize
-├─ kvorum.router.route
+├─ kvorum.router.admit            only when it had to wait
+├─ kvorum.router.route            every candidate with every term of its cost
 └─ kvorum.router.forward         one per attempt; its context goes to the replica
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from protos import common_pb2
+from protos.errors import KvorumError
 from router.observe import AttemptScope, Metadata, Outcome, RequestFacts, RequestScope
 from router.picker import Candidate
 from telemetry import spans
+
+if TYPE_CHECKING:
+    from router.decide import Decision
+    from router.group import Placement
 
 _MOST_CANDIDATES = 32
 """On a span; a router of hundreds of replicas does not list them all."""
@@ -42,6 +49,8 @@ class _RequestSpans:
             spans.REQUEST_ID: facts.request_id,
             spans.GEN_AI_REQUEST_CHOICE_COUNT: facts.sequences,
         }
+        if facts.tenant:
+            attributes[spans.TENANT] = facts.tenant
         if facts.model:
             attributes[spans.GEN_AI_REQUEST_MODEL] = facts.model
         if facts.max_tokens is not None:
@@ -68,27 +77,37 @@ class _RequestSpans:
         )
         spans.finish(span)
 
-    def routed(
-        self, candidates: Sequence[Candidate], chosen: Candidate | None, why: str, started_ns: int
-    ) -> None:
-        span = spans.start(self._tracer, spans.ROUTER_ROUTE, self._context, start_ns=started_ns)
+    def placed(self, placement: Placement, started_ns: int) -> None:
+        decided_ns = placement.started_ns
+        if placement.waited_s > 0:
+            self._admit(started_ns, started_ns + int(placement.waited_s * 1e9))
+        span = spans.start(self._tracer, spans.ROUTER_ROUTE, self._context, start_ns=decided_ns)
         if span.is_recording():
-            span.set_attribute(spans.POLICY, why)
-            span.set_attribute(spans.CANDIDATES, [_line(c) for c in candidates[:_MOST_CANDIDATES]])
-            if chosen is not None:
-                span.set_attributes({spans.REPLICA: chosen.replica, spans.EPOCH: chosen.epoch})
-        spans.finish(span, None if chosen else common_pb2.Reason.Name(common_pb2.NO_REPLICA_READY))
+            span.set_attributes(_route(placement.decision))
+        spans.finish(span, end_ns=decided_ns + int(placement.decided_in_s * 1e9))
 
-    def attempt(self, candidate: Candidate, number: int) -> AttemptScope:
+    def unplaced(self, error: KvorumError, started_ns: int) -> None:
+        self._admit(started_ns, None, common_pb2.Reason.Name(error.reason))
+
+    def _admit(self, started_ns: int, ended_ns: int | None, error: str | None = None) -> None:
+        spans.finish(
+            spans.start(self._tracer, spans.ROUTER_ADMIT, self._context, start_ns=started_ns),
+            error,
+            end_ns=ended_ns,
+        )
+
+    def attempt(self, decision: Decision, number: int) -> AttemptScope:
         span = spans.start(
             self._tracer,
             spans.ROUTER_FORWARD,
             self._context,
             kind=SpanKind.CLIENT,
             attributes={
-                spans.REPLICA: candidate.replica,
-                spans.EPOCH: candidate.epoch,
+                spans.REPLICA: decision.replica,
+                spans.EPOCH: decision.epoch,
                 spans.ATTEMPT: number,
+                spans.PREDICTED_TTFT_S: decision.ttft_ms / 1e3,
+                spans.PREDICTED_CACHED_TOKENS: decision.cached_tokens + decision.pending_tokens,
             },
         )
         return _AttemptSpan(span, self._context)
@@ -135,10 +154,31 @@ def _outcome(outcome: Outcome) -> str:
     return "cancelled" if outcome.cancelled else "ok"
 
 
+def _route(decision: Decision) -> dict[str, AttributeValue]:
+    listed = decision.candidates()
+    first = [candidate for candidate in listed if candidate.chosen]
+    rest = [candidate for candidate in listed if not candidate.chosen]
+    attributes: dict[str, AttributeValue] = {
+        spans.POLICY: decision.policy,
+        spans.WHY: decision.why,
+        spans.REPLICA: decision.replica,
+        spans.EPOCH: decision.epoch,
+        spans.CANDIDATES: [_line(candidate) for candidate in (first + rest)[:_MOST_CANDIDATES]],
+    }
+    if decision.degraded:
+        attributes[spans.DEGRADED] = decision.degraded
+    return attributes
+
+
 def _line(candidate: Candidate) -> str:
-    """One candidate as a reader of the trace wants it."""
-    suspect = " suspect" if candidate.suspect else ""
+    """One candidate as a reader of the trace wants it; times in ms."""
+    degraded = f" degraded={candidate.degraded!r}" if candidate.degraded else ""
     return (
-        f"{candidate.key} reported={candidate.reported} leased={candidate.leased} "
-        f"kv={candidate.kv_usage:.2f}{suspect}"
+        f"{candidate.key} cached={candidate.cached_tokens} pending={candidate.pending_tokens} "
+        f"pooled={candidate.pooled_tokens} uncached={candidate.uncached_tokens} "
+        f"queue={candidate.queue_ms:.1f} prefill={candidate.prefill_ms:.1f} fetch={candidate.fetch_ms:.1f} "
+        f"interference={candidate.interference_ms:.1f} overhead={candidate.overhead_ms:.1f} "
+        f"ttft={candidate.ttft_ms:.1f} harm={candidate.harm_ms:.1f} affinity={candidate.affinity_ms:.1f} "
+        f"score={candidate.score_ms:.1f} sequences={candidate.sequences} "
+        f"backlog={candidate.backlog_tokens} kv={candidate.kv_usage:.2f}{degraded}"
     )

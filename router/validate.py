@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError, invalid
@@ -24,16 +26,18 @@ MAX_STRING_CHARS = 1024
 MAX_LIST_ITEMS = 1024
 """Of stop token ids, bad words and choices."""
 MAX_REQUEST_ID_CHARS = 128
+MAX_NAME_CHARS = 256
+"""Of a session and of a tenant."""
 
 _GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 _ENGINE_MAX_TEMPERATURE = 2.0
 
 
-def prompt(token_ids: Sequence[int], model: common_pb2.ModelInfo, field: str) -> None:
+def prompt(token_ids: NDArray[np.int32], model: common_pb2.ModelInfo, field: str) -> None:
     """A prompt has tokens, all of the vocabulary, and leaves room for one more in the context."""
-    if not token_ids:
+    if not len(token_ids):
         raise invalid(field, "the prompt has no token", common_pb2.PROMPT_EMPTY)
-    low, high = min(token_ids), max(token_ids)
+    low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= model.vocab_size:
         outside = low if low < 0 else high
         raise invalid(field, f"token id {outside} is not in the vocabulary (0 to {model.vocab_size - 1})")
@@ -77,7 +81,7 @@ def sequences(params: common_pb2.SamplingParams) -> int:
 
 
 def options(requested: inference_pb2.RequestOptions, model: common_pb2.ModelInfo) -> None:
-    """Request id, cache salt and LoRA name.
+    """Request id, cache salt, session, tenant, class and LoRA name.
 
     Raises:
         KvorumError: INVALID_ARGUMENT, or NOT_FOUND for an adapter that `model` does not have.
@@ -89,6 +93,12 @@ def options(requested: inference_pb2.RequestOptions, model: common_pb2.ModelInfo
         )
     if len(requested.cache_salt) > MAX_STRING_CHARS:
         raise invalid("options.cache_salt", f"must have at most {MAX_STRING_CHARS} characters")
+    for name, value in (("session", requested.session), ("tenant", requested.tenant)):
+        if len(value) > MAX_NAME_CHARS:
+            raise invalid(f"options.{name}", f"has {len(value)} characters, at most {MAX_NAME_CHARS}")
+    if requested.service_class not in inference_pb2.ServiceClass.values():
+        known = ", ".join(inference_pb2.ServiceClass.keys())
+        raise invalid("options.service_class", f"{requested.service_class} is none of: {known}")
     if requested.lora and requested.lora not in model.lora_adapters:
         there = ", ".join(sorted(model.lora_adapters)) or "none"
         message = f"model '{model.name}' has no LoRA adapter '{requested.lora}'; there is: {there}"

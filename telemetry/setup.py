@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from telemetry.config import TelemetryConfig
+from telemetry.metrics import Meters
 from telemetry.otlp import (
     OtlpSpanExporter,
     OtlpTarget,
@@ -41,11 +42,16 @@ class Telemetry:
     """The tracing of this process. Hold it and pass it on: nothing looks it up globally."""
 
     def __init__(
-        self, config: TelemetryConfig, provider: TracerProvider | None, pipes: Mapping[str, SpanPipe]
+        self,
+        config: TelemetryConfig,
+        provider: TracerProvider | None,
+        pipes: Mapping[str, SpanPipe],
+        meters: Meters,
     ) -> None:
         self.config = config
         self.provider = provider
         self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
+        self.meters = meters
         self._pipes = dict(pipes)
         if self._pipes:
             atexit.register(self.shutdown)
@@ -75,6 +81,7 @@ class Telemetry:
         self.flush(timeout_s)
         for pipe in self._pipes.values():
             pipe.shutdown(0)
+        self.meters.shutdown(timeout_s)
 
 
 def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry:
@@ -90,7 +97,7 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
     one when there is none. Trouble with a destination is logged, never raised.
     """
     if not config.enabled or sdk_is_disabled(os.environ):
-        return Telemetry(config, None, {})
+        return Telemetry(config, None, {}, Meters.silent())
     provider = TracerProvider(
         # None: the SDK reads OTEL_TRACES_SAMPLER itself.
         sampler=None
@@ -112,7 +119,9 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
         provider.add_span_processor(pipe)
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         trace.set_tracer_provider(provider)
-    return Telemetry(config, provider, pipes)
+    return Telemetry(
+        config, provider, pipes, Meters.from_environment(os.environ, _resource(service, instance))
+    )
 
 
 def open_store(config: TelemetryConfig) -> SpanStore:

@@ -26,6 +26,7 @@ from opentelemetry.util.types import AttributeValue
 
 ROUTER_REQUEST: Final = "kvorum.router.request"
 ROUTER_TOKENIZE: Final = "kvorum.router.tokenize"
+ROUTER_ADMIT: Final = "kvorum.router.admit"
 ROUTER_ROUTE: Final = "kvorum.router.route"
 ROUTER_FORWARD: Final = "kvorum.router.forward"
 REPLICA_GENERATE: Final = "kvorum.replica.generate"
@@ -57,7 +58,14 @@ REPLICA: Final = "kvorum.replica"
 EPOCH: Final = "kvorum.epoch"
 ATTEMPT: Final = "kvorum.attempt"
 POLICY: Final = "kvorum.policy"
-CANDIDATES: Final = "kvorum.candidates"  # one string per replica considered, with its load
+CANDIDATES: Final = "kvorum.candidates"  # one string per replica considered, with its terms
+WHY: Final = "kvorum.why"
+DEGRADED: Final = "kvorum.degraded"  # why the chosen replica's cache is not known exactly
+QUEUE_WAIT_S: Final = "kvorum.queue_wait_s"
+TENANT: Final = "kvorum.tenant"
+SERVICE_CLASS: Final = "kvorum.service_class"
+PREDICTED_TTFT_S: Final = "kvorum.predicted.ttft_s"
+PREDICTED_CACHED_TOKENS: Final = "kvorum.predicted.cached_tokens"
 CACHED_TOKENS: Final = "kvorum.cached_tokens"
 COMPUTED_TOKENS: Final = "kvorum.computed_tokens"
 MEASURED_S: Final = "kvorum.measured_s"  # the engine's own figure, where the span had to be shortened

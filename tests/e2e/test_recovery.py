@@ -63,7 +63,8 @@ async def test_a_killed_part_of_a_replica_comes_back_under_traffic(pair: Running
     # Streams under way at the dead replica end with a reason, never as if they had finished.
     assert all(error.reason in (common_pb2.REPLICA_LOST, common_pb2.NO_REPLICA_READY) for error in broken)
     async with pair.client() as client:
-        served = {(await collect(client, f"Again {i}", max_tokens=2)).served.replica for i in range(8)}
+        again = [collect(client, f"Again {i}", max_tokens=8, ignore_eos=True) for i in range(16)]
+        served = {answer.served.replica for answer in await asyncio.gather(*again)}
     assert served == {"replica-0", "replica-1"}
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from protos import admin_pb2, admin_pb2_grpc, common_pb2, replica_pb2, replica_pb2_grpc
+from protos import admin_pb2, admin_pb2_grpc, blockkeys, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bind, create_server
 from protos.errors import KvorumError, to_status
+from protos.tickets import TicketCheck
 
 DIGEST = "tokenizer-1"
+GENERATE = "/kvorum.v1.Replica/Generate"
 
 
 def model_info(name: str = "fake", **changes: Any) -> common_pb2.ModelInfo:
@@ -31,12 +34,18 @@ def model_info(name: str = "fake", **changes: Any) -> common_pb2.ModelInfo:
     return common_pb2.ModelInfo(**{**values, **changes})
 
 
+def packed(keys: set[int]) -> bytes:
+    """As `BlockChange` carries them."""
+    return np.array(sorted(keys), "<u8").tobytes()
+
+
 @dataclass
 class Script:
     """What a FakeReplica does with each request; token k of every sequence is k+1."""
 
     tokens: int = 4  # when the request has no max_tokens
     first_token_s: float = 0.0
+    gate: asyncio.Event | None = None  # no first token before it is set
     pace_s: float = 0.0
     error_at_start: KvorumError | None = None
     error_after: tuple[int, KvorumError] | None = None
@@ -44,6 +53,7 @@ class Script:
     end_early_after: int | None = None  # ends OK without finish reasons
     crash_after: int | None = None  # raises an ordinary exception
     cached_tokens: int = 0
+    times: common_pb2.EngineTimes | None = None  # on the first message
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Seen:
     metadata: dict[str, str]
     remaining_s: float | None
     cancelled: bool = False
+    answered: bool = False  # has had its first token
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -76,6 +87,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.token, self.heartbeat_s = token, heartbeat_s
         self.epoch = f"e{next(self._epochs)}"
         self.load = common_pb2.ReplicaLoad()
+        self.counts_itself = False  # reports the sequences and the backlog of what it really runs
         self.draining = False
         self.speaking = asyncio.Event()  # cleared: connected, but no updates
         self.speaking.set()
@@ -83,6 +95,9 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()
         self.watchers = 0
+        self.snapshots = 0  # asked for since the start
+        self.block_size = 16
+        self.blocks: set[int] = set()  # keys; watchers are told what changed at the next update
         self.edit_update: Callable[[replica_pb2.ReplicaUpdate], None] = lambda update: None
         self._push = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -97,7 +112,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         )
 
     async def start(self) -> FakeReplica:
-        self._server = create_server(tokens=[self.token] if self.token else [])
+        self._server = create_server(
+            tokens=[self.token] if self.token else [],
+            ticketed={GENERATE: TicketCheck(self.token, self.name, self.epoch)} if self.token else {},
+        )
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, self._server)
         self.port = bind(self._server, "127.0.0.1", self.port)
         await self._server.start()
@@ -131,6 +149,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.arrived.set()
         try:
             async for message in self._generate(request, context):
+                seen.answered = True
                 yield message
         except (asyncio.CancelledError, GeneratorExit):
             seen.cancelled = True
@@ -147,6 +166,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         count = sampling.max_tokens if sampling.HasField("max_tokens") else script.tokens
         n = sampling.n if sampling.HasField("n") else 1
         await asyncio.sleep(script.first_token_s)
+        if script.gate is not None:
+            await script.gate.wait()
         for k in range(count):
             if script.error_after is not None and k == script.error_after[0]:
                 await context.abort_with_status(to_status(script.error_after[1]))
@@ -172,7 +193,23 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             message.usage.prompt_tokens = len(request.prompt_token_ids)
             message.usage.cached_tokens = self.script.cached_tokens
             message.usage.completion_tokens = (k + 1) * n
+        if k == 0 and self.script.times is not None:
+            message.times.CopyFrom(self.script.times)
         return message
+
+    def _load(self) -> common_pb2.ReplicaLoad:
+        if not self.counts_itself:
+            return self.load
+        load = common_pb2.ReplicaLoad()
+        load.CopyFrom(self.load)
+        running = [seen for seen in self.seen if not seen.ended.is_set()]
+        load.sequences = load.running = len(running)
+        load.prefill_backlog_tokens = sum(
+            len(seen.request.prompt_token_ids) - seen.request.expected_cached_tokens
+            for seen in running
+            if not seen.answered
+        )
+        return load
 
     async def Drain(  # noqa: N802
         self, request: replica_pb2.DrainRequest, context: Any
@@ -185,15 +222,28 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self, request: replica_pb2.WatchReplicaRequest, context: Any
     ) -> AsyncIterator[replica_pb2.ReplicaUpdate]:
         self.watchers += 1
+        self.snapshots += 1
+        told: set[int] = set()
         try:
             for seq in itertools.count(1):
                 update = replica_pb2.ReplicaUpdate(
-                    epoch=self.epoch, seq=seq, load=self.load, draining=self.draining
+                    epoch=self.epoch,
+                    seq=seq,
+                    load=self._load(),
+                    draining=self.draining,
+                    block_size=self.block_size,
+                    blocks_count=len(self.blocks),
                 )
                 if seq == 1:
-                    update.snapshot.replica, update.snapshot.block_size = self.name, 16
+                    update.snapshot.replica = self.name
                     update.snapshot.model.CopyFrom(self.model)
                     update.snapshot.heartbeat_s = self.heartbeat_s
+                    update.snapshot.key_scheme = blockkeys.SCHEME
+                if told != self.blocks:
+                    update.blocks.add(stored=packed(self.blocks - told), removed=packed(told - self.blocks))
+                for key in self.blocks:
+                    update.blocks_xor ^= key
+                told = set(self.blocks)
                 self.edit_update(update)
                 await self.speaking.wait()
                 yield update

@@ -9,12 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from fakes_cluster import FakeController, FakeReplica, Script
 from fakes_tokenizer import FakeTokenizer
+from opentelemetry.metrics import Meter
 
-from protos import admin_pb2
+from protos import admin_pb2, common_pb2
+from router.blockhash import prompt_keys
 from router.client import KvorumClient
 from router.config import RouterConfig
+from router.group import ReplicaGroup
 from router.observe import Observer
 from router.server import RouterServer
 
@@ -26,15 +30,59 @@ async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
+async def collected(client: KvorumClient, *args: Any, **kwargs: Any) -> list[common_pb2.GenerateResponse]:
+    """Every message of one request."""
+    return [message async for message in client.generate(*args, **kwargs)]
+
+
+def warmed(replica: FakeReplica, tokens: Sequence[int], **namespace: str) -> set[int]:
+    """The replica's engine caches this prompt; returns its block keys."""
+    keys = prompt_keys(np.array(tokens, np.int32), replica.block_size, replica.model.revision, **namespace)
+    replica.blocks = replica.blocks | set(keys.tolist())
+    replica.push()
+    return set(keys.tolist())
+
+
+async def assert_nothing_leaked(server: RouterServer) -> None:
+    """No load, prompt, waiter or stream is left, as soon as everything in progress has noticed its end."""
+
+    def left() -> list[object]:
+        groups = server.members.groups()
+        found: list[object] = [server.in_flight, len(server.members.leased())]
+        for group in groups:
+            found += [len(group.turnstile), len(group.fleet.inflight), len(group.gather)]
+            found += [
+                float(group.fleet.column(name).sum()) for name in ("leased_sequences", "leased_prefill")
+            ]
+        return found
+
+    try:
+        await eventually(lambda: not any(left()))
+    except TimeoutError:
+        raise AssertionError(f"left behind: {left()}") from None
+
+
 @dataclass
 class Stack:
     controller: FakeController
     replicas: list[FakeReplica]
-    server: RouterServer
+    server: RouterServer  # the first of `servers`
     address: str
-    client: KvorumClient
+    client: KvorumClient  # of the first router
     tokenizers: list[FakeTokenizer]
     thread: threading.Thread
+    servers: list[RouterServer]
+    addresses: list[str]
+
+    @property
+    def group(self) -> ReplicaGroup:
+        """The first router's replicas of the only model."""
+        (group,) = self.server.members.groups()
+        return group
+
+    def view(self, replica: str) -> admin_pb2.ReplicaView:
+        """What the first router says of a replica."""
+        return next(view for view in self.server.state().replicas if view.replica == replica)
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -55,6 +103,8 @@ async def running_stack(
     script: Script | None = None,
     token: str | None = None,
     observer: Observer | None = None,
+    meter: Meter | None = None,
+    routers: int = 1,
     **config: Any,
 ) -> AsyncIterator[Stack]:
     """Controller, replicas, router and client; ready to serve, all gone afterwards."""
@@ -70,24 +120,45 @@ async def running_stack(
         await fake.start()
     await controller.announce(*[fake.member() for fake in fakes])
     settings: dict[str, Any] = {"port": 0, "heartbeat_s": 0.1, **config}
-    server = RouterServer(
-        RouterConfig(**settings), controller.address, token, observer=observer, make_tokenizer=make_tokenizer
+    servers = [
+        RouterServer(
+            RouterConfig(**settings),
+            controller.address,
+            token,
+            observer=observer,
+            meter=meter,
+            make_tokenizer=make_tokenizer,
+        )
+        for _ in range(routers)
+    ]
+    addresses = [await server.start() for server in servers]
+    client = KvorumClient(addresses[0])
+    stack = Stack(
+        controller,
+        fakes,
+        servers[0],
+        addresses[0],
+        client,
+        tokenizers,
+        threading.current_thread(),
+        servers,
+        addresses,
     )
-    address = await server.start()
-    client = KvorumClient(address)
-    stack = Stack(controller, fakes, server, address, client, tokenizers, threading.current_thread())
     try:
         names = {fake.model.name for fake in fakes}
         await eventually(
-            lambda: (
-                all(server.members.counts(n)[0] == sum(f.model.name == n for f in fakes) for n in names)
-                and all(server.members.servable(n) for n in names)
+            lambda: all(
+                server.members.counts(n)[0] == sum(f.model.name == n for f in fakes)
+                and server.members.servable(n)
+                for n in names
+                for server in servers
             )
         )
         yield stack
     finally:
         await client.close()
-        await server.stop(grace_s=0.2)
+        for server in servers:
+            await server.stop(grace_s=0.2)
         for fake in fakes:
             await fake.die()
         await controller.stop()

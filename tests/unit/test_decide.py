@@ -351,7 +351,7 @@ def test_outcome_carries_what_was_predicted_and_what_came() -> None:
     assert (outcome.uncached, outcome.cached, outcome.steps) == (4840, 160, 3)
     assert outcome.predicted_ttft_ms == decision.ttft_ms
     assert outcome.predicted_cached == 0
-    router.fleet.learn(decision.key, outcome)
+    router.fleet.learn(decision.key, outcome, NOW)
     assert router.fleet.speeds.errors("r0").cached_tokens == 160
 
 
@@ -362,7 +362,7 @@ def test_replica_that_turns_out_slow_is_chosen_less() -> None:
             decision = router.decider.decide(request(tokens(500)), NOW, exclude={"r0@e1", "r1@e1"} - {key})
             assert decision is not None
             outcome = decision.outcome(cached_tokens=0, queue_ms=0.0, prefill_ms=ms, ttft_ms=ms)
-            router.fleet.learn(key, outcome)
+            router.fleet.learn(key, outcome, NOW)
     assert {router.decide(tokens(500)).replica for _ in range(20)} == {"r1"}
 
 

@@ -76,7 +76,7 @@ def test_restarted_replica_is_another_row_without_its_past() -> None:
 def test_speed_outlives_a_restart() -> None:
     fleet = fleet_of(1)
     for _ in range(20):
-        fleet.learn("r0@e1", Outcome(1000, 0, 0, 1, 0.0, 3000.0, 3000.0))
+        fleet.learn("r0@e1", Outcome(1000, 0, 0, 1, 0.0, 3000.0, 3000.0), 100.0)
     fleet.leave(0)
     fresh = fleet.join("r0", "e2")
     assert fleet.column("a")[fresh] > 1.5
@@ -85,7 +85,7 @@ def test_speed_outlives_a_restart() -> None:
 def test_outcome_of_a_replica_that_has_left_is_still_learned() -> None:
     fleet = fleet_of(1)
     fleet.leave(0)
-    fleet.learn("r0@e1", Outcome(1000, 0, 0, 1, 0.0, 3000.0, 3000.0))
+    fleet.learn("r0@e1", Outcome(1000, 0, 0, 1, 0.0, 3000.0, 3000.0), 100.0)
     assert fleet.speeds.errors("r0").outcomes == 1
 
 
@@ -313,5 +313,5 @@ def test_expected_answer_follows_what_is_generated_and_what_is_allowed() -> None
     fleet = fleet_of(1)
     assert fleet.expected_tokens(5) == 5
     for _ in range(500):
-        fleet.learn("r0@e1", Outcome(9, 0, 0, 1, 0.0, 9.0, 9.0, generated_tokens=40.0))
+        fleet.learn("r0@e1", Outcome(9, 0, 0, 1, 0.0, 9.0, 9.0, generated_tokens=40.0), 100.0)
     assert fleet.expected_tokens(8000) == pytest.approx(40, rel=0.01)

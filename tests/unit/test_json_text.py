@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from protos import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 from protos.errors import KvorumError, from_rpc_error
 from router import prompt
-from router.client import chat_prompt
+from router.client_request import chat_prompt
 from router.json_text import MAX_NESTING, parse_arguments, parse_object
 
 OBJECTS = st.dictionaries(

@@ -13,14 +13,15 @@ from fakes_tokenizer import FakeTokenizer
 
 from protos import admin_pb2, common_pb2, replica_pb2
 from protos.errors import KvorumError
+from router.config import RouterConfig
 from router.leases import LeaseTable
 from router.membership import Membership
 from router.replica_view import DesyncError, ReplicaView
 
 
 class Cluster:
-    def __init__(self, controller: FakeController, members: Membership, leases: LeaseTable) -> None:
-        self.controller, self.members, self.leases = controller, members, leases
+    def __init__(self, controller: FakeController, members: Membership) -> None:
+        self.controller, self.members = controller, members
         self.replicas: list[FakeReplica] = []
 
     async def add(self, name: str, model: common_pb2.ModelInfo | None = None) -> FakeReplica:
@@ -33,16 +34,24 @@ class Cluster:
     async def announce(self) -> None:
         await self.controller.announce(*[replica.member() for replica in self.replicas])
 
+    @property
+    def leases(self) -> LeaseTable:
+        return self.members.group(model_info()).leases
+
+    def view(self, replica: str) -> admin_pb2.ReplicaView:
+        return next(link.state() for link in self.members.all_links() if link.replica == replica)
+
     def pickable(self, model: str = "fake") -> list[str]:
         return [link.replica for link in self.members.links(model)]
 
 
 @asynccontextmanager
 async def cluster(linger_s: float = 5.0) -> AsyncIterator[Cluster]:
-    controller, leases = await FakeController().start(), LeaseTable()
-    members = Membership(controller.address, leases, FakeTokenizer, heartbeat_s=0.05, linger_s=linger_s)
+    controller = await FakeController().start()
+    config = RouterConfig(heartbeat_s=0.05, default_deadline_s=linger_s)
+    members = Membership(controller.address, config, FakeTokenizer)
     await members.start()
-    made = Cluster(controller, members, leases)
+    made = Cluster(controller, members)
     try:
         yield made
     finally:
@@ -123,9 +132,9 @@ async def test_silent_replica_is_suspect_and_only_picked_when_nothing_else_is() 
         lively.draining = True
         lively.push()
         await eventually(lambda: c.pickable() == ["r0"])
-        assert c.members.links("fake")[0].candidate().suspect
+        assert c.view("r0").standing == "suspect"
         quiet.speaking.set()
-        await eventually(lambda: not c.members.links("fake")[0].candidate().suspect)
+        await eventually(lambda: c.view("r0").standing == "ready")
 
 
 async def test_replica_silent_for_ten_heartbeats_is_lost_and_found_again() -> None:
@@ -165,17 +174,19 @@ async def test_gap_in_the_updates_asks_for_a_fresh_snapshot() -> None:
         await eventually(lambda: c.pickable() == ["r0"])
 
 
-async def test_load_report_updates_the_candidate_and_remembers_our_share_of_it() -> None:
+async def test_load_report_reaches_the_fleet_with_our_share_of_it() -> None:
     async with cluster() as c:
         replica = await c.add("r0")
-        key = c.members.links("fake")[0].key
-        lease = c.leases.take(key, prefill_tokens=1, decode_tokens=1, sequences=2)
+        fleet = c.members.group(model_info()).fleet
+        row = fleet.row(c.members.links("fake")[0].key)
+        lease = c.leases.take(f"r0@{replica.epoch}", prefill_tokens=1, decode_tokens=1, sequences=2)
         replica.load.running, replica.load.waiting, replica.load.kv_usage = 3, 2, 0.25
         replica.push()
-        await eventually(lambda: c.members.links("fake")[0].candidate().reported == 5)
+        await eventually(lambda: fleet.column("reported_sequences")[row] == 5)
         lease.release()
-        candidate = c.members.links("fake")[0].candidate()
-        assert (candidate.leased, candidate.leased_at_report, candidate.kv_usage) == (0, 2, 0.25)
+        assert fleet.column("leased_sequences")[row] == 0
+        assert fleet.column("leased_sequences_at_report")[row] == 2
+        assert fleet.column("kv_usage")[row] == 0.25
 
 
 async def test_withdrawn_replica_finishes_its_requests_before_its_channel_closes() -> None:

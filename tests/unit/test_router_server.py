@@ -99,7 +99,7 @@ async def test_stream_that_outlives_the_grace_is_told_why_it_ends() -> None:
         with pytest.raises(KvorumError) as caught:
             await anext(running)
         await stopping
-        assert stack.server.leases.held() == {}
+        assert stack.server.members.leased() == {}
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     assert caught.value.reason == common_pb2.ROUTER_DRAINING
 
@@ -222,7 +222,7 @@ async def test_client_does_not_try_another_router_with_a_bad_request() -> None:
 
 async def test_client_refuses_what_it_cannot_send() -> None:
     async with KvorumClient("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match="unknown sampling field temprature"):
+        with pytest.raises(ValueError, match="unknown field temprature"):
             await anext(client.generate([1], temprature=1.0))
         with pytest.raises(ValueError, match="either a prompt or messages"):
             await anext(client.generate())
@@ -246,7 +246,7 @@ def test_router_imports_neither_engine_nor_ray() -> None:
     """Its start time and memory depend on it."""
     program = (
         "import sys, router.main, router.server, router.client, router.tokenizer;"
-        "heavy = {'torch', 'vllm', 'transformers', 'ray', 'numpy'} & set(sys.modules);"
+        "heavy = {'torch', 'vllm', 'transformers', 'ray', 'numba'} & set(sys.modules);"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     command = [sys.executable, "-c", program]

@@ -191,12 +191,12 @@ async def test_client_that_goes_away_cancels_the_replica_and_frees_the_lease() -
     async with running_stack(script=Script(pace_s=0.05)) as stack:
         stream = stack.client.generate([1, 2, 3], max_tokens=200)
         await anext(stream)
-        held = stack.server.leases.load(stack.key("r0"))
+        held = stack.server.members.leased()[stack.key("r0")]
         assert (held.requests, held.prefill_tokens) == (1, 0)
         assert held.decode_tokens < 200
         await stream.aclose()
         await asyncio.wait_for(stack.replicas[0].seen[0].ended.wait(), 2)
-        await eventually(lambda: not stack.server.leases.held())
+        await eventually(lambda: not stack.server.members.leased())
     assert stack.replicas[0].seen[0].cancelled
 
 
@@ -216,7 +216,7 @@ async def test_deadline_reaches_the_replica_and_ends_a_hanging_stream() -> None:
             await collected(stack.client, [1], max_tokens=3, timeout=0.3)
         seen = stack.replicas[0].seen[0]
         await asyncio.wait_for(seen.ended.wait(), 2)
-        await eventually(lambda: not stack.server.leases.held())
+        await eventually(lambda: not stack.server.members.leased())
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert seen.remaining_s is not None
     assert 0 < seen.remaining_s <= 0.31  # the wire rounds up
@@ -264,7 +264,7 @@ async def test_load_is_zero_after_any_mix_of_endings() -> None:
 
         await asyncio.gather(*[one(i) for i in range(60)])
         await eventually(lambda: stack.server.in_flight == 0)
-        assert stack.server.leases.held() == {}
+        assert stack.server.members.leased() == {}
 
 
 async def test_n_sequences_must_all_finish_and_all_pass_through() -> None:
@@ -292,7 +292,7 @@ async def test_without_a_ready_replica_the_client_is_told_when_to_come_back() ->
         stack.replicas[0].push()
         await eventually(lambda: stack.server.members.counts("fake") == (0, 1))
         with pytest.raises(KvorumError) as caught:
-            await collected(stack.client, [1])
+            await collected(stack.client, [1], timeout=1)
     assert caught.value.reason == common_pb2.NO_REPLICA_READY
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     assert caught.value.retry_after_s is not None
@@ -303,8 +303,18 @@ async def test_only_replica_lost_before_its_first_token_is_reported_with_the_cau
     async with running_stack(script=Script(error_at_start=LOST)) as stack:
         with pytest.raises(KvorumError) as caught:
             await collected(stack.client, [1])
-    assert caught.value.reason == common_pb2.NO_REPLICA_READY
+    assert caught.value.reason == common_pb2.REPLICA_LOST
     assert "the engine died" in caught.value.message
+
+
+async def test_request_waits_for_a_replica_that_comes_back() -> None:
+    async with running_stack() as stack:
+        await stack.replicas[0].die()
+        await eventually(lambda: stack.server.members.counts("fake")[0] == 0)
+        waiting = asyncio.ensure_future(collected(stack.client, [1], max_tokens=2, timeout=20))
+        await eventually(lambda: stack.server.state().queues[0].length == 1)
+        await stack.replicas[0].restart()
+        assert len(await waiting) == 2
 
 
 async def test_replica_that_restarts_serves_again_under_its_new_epoch() -> None:

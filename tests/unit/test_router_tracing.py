@@ -108,7 +108,7 @@ async def test_cancelled_request_closes_its_spans() -> None:
     [
         (Script(), {"prompt": [1], "top_p": 9.0}, "INVALID_REQUEST"),
         (Script(crash_after=0), {"prompt": [1]}, "INTERNAL"),
-        (Script(error_at_start=LOST), {"prompt": [1]}, "NO_REPLICA_READY"),
+        (Script(error_at_start=LOST), {"prompt": [1]}, "REPLICA_LOST"),
         (Script(error_after=(1, LOST)), {"prompt": [1]}, "REPLICA_LOST"),
     ],
 )

@@ -49,7 +49,7 @@ def errors(learned: Coefficients, speed: Coefficients) -> npt.NDArray[np.float64
 def learned(given: list[Outcome]) -> Coefficients:
     speeds = Speeds()
     for outcome in given:
-        speeds.learn("r0", outcome)
+        speeds.learn("r0", outcome, 0.0)
     return speeds.of("r0")
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_seen_does_not_wander_off_under_noise(seed: int) -> None:
     for outcome in outcomes(GPU, 3000, seed):
         alone = replace(outcome, running=float(rng.integers(0, 3)))
         ms = true_ms(GPU, alone.uncached, alone.cached, alone.running) * (1 + rng.exponential(1.0))
-        speeds.learn("r0", replace(alone, prefill_ms=ms))
+        speeds.learn("r0", replace(alone, prefill_ms=ms), 0.0)
     found = speeds.of("r0")
     assert found.d < 20 * GPU.a
     assert found.t0 < 5 * GPU.t0
@@ -115,7 +115,7 @@ def test_coefficients_are_never_negative() -> None:
     speeds = Speeds()
     for _ in range(300):
         u, c, r = (int(x) for x in rng.integers(0, 3000, 3))
-        speeds.learn("r0", Outcome(u, c, r, 1, 0.0, float(rng.lognormal(3, 2)), 1.0))
+        speeds.learn("r0", Outcome(u, c, r, 1, 0.0, float(rng.lognormal(3, 2)), 1.0), 0.0)
         now = speeds.of("r0")
         assert min(now.t0, now.a, now.b, now.d, now.overhead) >= 0
         assert all(math.isfinite(x) for x in (now.t0, now.a, now.b, now.d, now.overhead))
@@ -138,7 +138,7 @@ def test_coefficients_are_never_negative() -> None:
 def test_absurd_outcome_is_refused_and_counted(change: dict[str, float]) -> None:
     speeds = Speeds()
     before = speeds.of("r0")
-    assert not speeds.learn("r0", replace(Outcome(100, 0, 0, 1, 0.0, 50.0, 55.0), **change))  # type: ignore[arg-type]
+    assert not speeds.learn("r0", replace(Outcome(100, 0, 0, 1, 0.0, 50.0, 55.0), **change), 0.0)  # type: ignore[arg-type]
     assert speeds.of("r0") == before
     assert speeds.errors("r0").rejected == 1
     assert speeds.errors("r0").outcomes == 0
@@ -149,7 +149,7 @@ def test_measured_speed_is_the_prior_until_there_are_outcomes() -> None:
     assert speeds.measured("r0", 1.5, 20.0)
     assert not speeds.measured("r0", 1.5, 20.0)  # nothing new
     assert (speeds.of("r0").a, speeds.of("r0").t0) == (1.5, 20.0)
-    speeds.learn("r0", Outcome(100, 0, 0, 1, 0.0, 50.0, 55.0))
+    speeds.learn("r0", Outcome(100, 0, 0, 1, 0.0, 50.0, 55.0), 0.0)
     assert not speeds.measured("r0", 9.0, 9.0)
 
 
@@ -165,7 +165,7 @@ def test_unknown_replica_starts_as_fast_as_its_peers() -> None:
     speeds = Speeds()
     for name in ("r0", "r1", "r2"):
         for outcome in outcomes(GPU, 30, seed=1):
-            speeds.learn(name, outcome)
+            speeds.learn(name, outcome, 0.0)
     assert speeds.of("new").a == pytest.approx(GPU.a, rel=0.2)
 
 
@@ -180,7 +180,7 @@ def test_prediction_errors_are_followed() -> None:
     speeds = Speeds()
     for _ in range(50):
         outcome = Outcome(100, 64, 0, 1, 0.0, 50.0, 60.0, predicted_ttft_ms=75.0, predicted_cached=96)
-        speeds.learn("r0", outcome)
+        speeds.learn("r0", outcome, 0.0)
     assert speeds.errors("r0").ttft_ms == pytest.approx(15.0)
     assert speeds.errors("r0").cached_tokens == pytest.approx(32.0)
     assert speeds.errors("r0").outcomes == 50
@@ -189,7 +189,7 @@ def test_prediction_errors_are_followed() -> None:
 def test_memory_is_bounded_by_the_least_recently_used() -> None:
     speeds = Speeds(most=3)
     for outcome in outcomes(GPU, 30, seed=1):
-        speeds.learn("kept", outcome)
+        speeds.learn("kept", outcome, 0.0)
     for number in range(50):
         speeds.of("kept")
         speeds.measured(f"r{number}", 1.0, 0.0)

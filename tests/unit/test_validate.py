@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from protos import common_pb2, inference_pb2
@@ -163,7 +164,7 @@ def test_sound_constraint_is_accepted(constraint: common_pb2.StructuredOutput) -
 
 def test_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(KvorumError) as caught:
-        validate.prompt([], MODEL, "text")
+        validate.prompt(np.array([], np.int32), MODEL, "text")
     assert caught.value.reason == common_pb2.PROMPT_EMPTY
     assert caught.value.violations[0].field == "text"
 
@@ -171,15 +172,15 @@ def test_prompt_without_tokens_is_refused() -> None:
 @pytest.mark.parametrize("bad", [50, -1])
 def test_token_outside_the_vocabulary_is_named(bad: int) -> None:
     with pytest.raises(KvorumError) as caught:
-        validate.prompt([1, bad, 2], MODEL, "tokens.ids")
+        validate.prompt(np.array([1, bad, 2], np.int32), MODEL, "tokens.ids")
     assert f"token id {bad} " in caught.value.message
     assert caught.value.violations[0].field == "tokens.ids"
 
 
 def test_prompt_must_leave_room_for_one_token() -> None:
-    validate.prompt([1] * 99, MODEL, "text")
+    validate.prompt(np.ones(99, np.int32), MODEL, "text")
     with pytest.raises(KvorumError) as caught:
-        validate.prompt([1] * 100, MODEL, "text")
+        validate.prompt(np.ones(100, np.int32), MODEL, "text")
     assert caught.value.reason == common_pb2.PROMPT_TOO_LONG
     assert "at most 99" in caught.value.message
 

@@ -1,0 +1,137 @@
+"""Lookaside: the router decides, the client streams from the replica itself, and says how it ended.
+
+A lease ends when the client reports the end, or when its ticket expires. A stream may outlive its
+ticket: by then the replica's own load report counts it, so nothing is lost by letting the lease go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+
+import grpc
+
+from protos import common_pb2, inference_pb2, tickets
+from protos.errors import KvorumError
+from router.forward import Job, placed
+from router.group import Placement
+from router.observe import AttemptScope, Outcome
+
+_MOST_TTFT_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Routed:
+    job: Job
+    placement: Placement
+    scope: AttemptScope
+    timer: asyncio.TimerHandle
+
+
+class Lookaside:
+    """At most `most` attempts at a time.
+
+    Args:
+        secret: the cluster's token, which replicas know as well; without one no ticket can be made.
+        ticket_s: a stream must begin within this time; the lease of a silent client ends then.
+    """
+
+    def __init__(self, secret: str | None, *, ticket_s: float, most: int) -> None:
+        self._secret, self._ticket_s, self._most = secret, ticket_s, most
+        self._attempts: dict[str, _Routed] = {}
+        self._placing = 0
+
+    def __len__(self) -> int:
+        """Attempts whose end is not known yet."""
+        return len(self._attempts)
+
+    async def route(self, job: Job) -> inference_pb2.RouteResponse:
+        """Place the job, and let its client run it.
+
+        Raises:
+            KvorumError: FAILED_PRECONDITION without a cluster token, RESOURCE_EXHAUSTED when too many
+                attempts are open, or what placing raises.
+        """
+        if not self._secret:
+            message = "this router has no cluster token to sign tickets with; use Generate"
+            raise KvorumError(grpc.StatusCode.FAILED_PRECONDITION, common_pb2.FEATURE_NOT_ENABLED, message)
+        if len(self._attempts) + self._placing >= self._most:
+            message = f"{self._most} routed streams are open, the most this router keeps; report ends sooner"
+            raise KvorumError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, common_pb2.OVERLOADED, message, retry_after_s=1.0
+            )
+        self._placing += 1
+        try:
+            placement = await placed(job)
+        finally:
+            self._placing -= 1
+        decision, attempt_id = placement.decision, uuid.uuid4().hex
+        scope = job.scope.attempt(decision, 1)
+        request = job.replica_request(placement, attempt_id)
+        try:
+            ticket = tickets.sign(
+                self._secret,
+                request,
+                replica=decision.replica,
+                epoch=decision.epoch,
+                attempt_id=attempt_id,
+                expires_at=time.time() + self._ticket_s,
+            )
+        except ValueError:
+            placement.release()
+            scope.finished(Outcome())
+            raise
+        timer = asyncio.get_running_loop().call_later(self._ticket_s, self._expire, attempt_id)
+        self._attempts[attempt_id] = _Routed(job, placement, scope, timer)
+        return inference_pb2.RouteResponse(
+            address=placement.link.address,
+            attempt_id=attempt_id,
+            ticket=ticket,
+            replica_request=request,
+            served=job.served_by(placement, 1),
+            expires_in_s=self._ticket_s,
+            metadata=dict(scope.metadata),
+        )
+
+    def report(self, end: inference_pb2.ReportEndRequest) -> None:
+        """The client's word on an attempt; one that has expired, or was never routed here, is ignored."""
+        routed = self._attempts.get(end.attempt_id)
+        if routed is None:
+            return
+        prompt_tokens = routed.placement.decision.prompt_tokens
+        # A client's figures may be absurd; what is learned from them and measured must not be.
+        ttft_s = end.ttft_s if end.HasField("ttft_s") and 0 <= end.ttft_s < _MOST_TTFT_S else None
+        sane = ttft_s is not None and 0 <= end.usage.cached_tokens <= prompt_tokens
+        outcome = Outcome(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=end.usage.cached_tokens if sane else 0,
+            generated_tokens=max(end.usage.completion_tokens, 0),
+            first_token_s=ttft_s if sane else None,
+        )
+        if end.lost:
+            routed.placement.link.doubt()
+            outcome.error = KvorumError(
+                grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the client lost the replica"
+            )
+        elif outcome.first_token_s is not None and end.HasField("times"):
+            routed.placement.learn(
+                end.times, cached=outcome.cached_tokens, ttft_s=outcome.first_token_s, generated=None
+            )
+        self._end(end.attempt_id, outcome)
+
+    def close(self) -> None:
+        """Release everything."""
+        for attempt_id in list(self._attempts):
+            self._expire(attempt_id)
+
+    def _expire(self, attempt_id: str) -> None:
+        self._end(attempt_id, Outcome(cancelled=True))
+
+    def _end(self, attempt_id: str, outcome: Outcome) -> None:
+        routed = self._attempts.pop(attempt_id)
+        routed.timer.cancel()
+        routed.placement.release()
+        routed.scope.finished(outcome)
+        routed.job.scope.finished(outcome)
