@@ -83,6 +83,7 @@ async def test_replica_in_another_state_than_ready_is_not_picked(
 async def test_model_whose_replicas_are_all_away_stays_known_with_its_tokenizer() -> None:
     async with cluster() as c:
         info = (await c.add("r0")).model
+        await eventually(lambda: c.members.servable(info.name))
         tokenizer = c.members.tokenizer(info)
         away = [admin_pb2.Member(replica=name, state=admin_pb2.FAILED, model=info) for name in ("r0", "r1")]
         await c.controller.announce(*away)
