@@ -671,6 +671,7 @@ class ReplicaLoad(_message.Message):
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_BACKLOG_PAIRS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     kv_usage: _builtins.float
@@ -695,6 +696,8 @@ class ReplicaLoad(_message.Message):
     """batched in one engine step"""
     max_batch_tokens: _builtins.int
     """computed in one engine step"""
+    prefill_backlog_pairs: _builtins.float
+    """Of the same tokens: pairs of token and context before it, sum of u*(c + u/2)."""
     def __init__(
         self,
         *,
@@ -713,10 +716,11 @@ class ReplicaLoad(_message.Message):
         decode_step_ms: _builtins.float = ...,
         max_sequences: _builtins.int = ...,
         max_batch_tokens: _builtins.int = ...,
+        prefill_backlog_pairs: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_step_ms", b"decode_step_ms", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "max_batch_tokens", b"max_batch_tokens", "max_sequences", b"max_sequences", "preemptions", b"preemptions", "prefill_backlog_tokens", b"prefill_backlog_tokens", "prefill_ms_per_token", b"prefill_ms_per_token", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "sequences", b"sequences", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_step_ms", b"decode_step_ms", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "max_batch_tokens", b"max_batch_tokens", "max_sequences", b"max_sequences", "preemptions", b"preemptions", "prefill_backlog_pairs", b"prefill_backlog_pairs", "prefill_backlog_tokens", b"prefill_backlog_tokens", "prefill_ms_per_token", b"prefill_ms_per_token", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "sequences", b"sequences", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ what a millisecond of other requests is worth, and what a session's habit is wor
 
 Terms, for n prompt tokens of which c need no computing and u = n - c do (n, c, u in tokens):
 
-    queue        = a * backlog + slot wait                    what must be computed before it
+    queue        = a * backlog + b * its pairs + slot wait    what must be computed before it
     prefill      = t0 + a*u + b*u*(c + u/2)                   its own prompt
     fetch        = 0 until a shared pool of blocks exists
     interference = ceil((backlog + u) / max_batch_tokens) * d * running
@@ -20,12 +20,14 @@ Terms, for n prompt tokens of which c need no computing and u = n - c do (n, c, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Amount = TypeVar("Amount", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class RowLoad:
 
     sequences: Floats  # running and waiting
     backlog: Floats  # prompt tokens accepted and not computed
+    backlog_pairs: Floats  # of the same tokens; see `attention_pairs`
     max_sequences: Floats  # one engine step's; infinite when unknown
     max_batch_tokens: Floats  # one engine step's; infinite when unknown
     tokens_left: Floats  # mean tokens a running sequence has still to generate; 0 unknown
@@ -69,6 +72,11 @@ class RowLoad:
         """Sequences in the engine's batch: all of them, up to its room."""
         running: Floats = np.minimum(self.sequences, self.max_sequences)
         return running
+
+    def backlog_ms(self) -> Floats:
+        """Time to compute all prompts accepted until now: a*tokens + b*pairs. Their t0 are left out."""
+        ms: Floats = self.a * self.backlog + self.b * self.backlog_pairs
+        return ms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,24 +102,25 @@ def usable_cached(blocks: npt.NDArray[np.integer], block_size: int, prompt_token
     (`KVCacheManager.get_computed_blocks`: at most the prompt's length - 1, rounded down to blocks).
     """
     if block_size <= 0:
-        return np.zeros(len(blocks), np.int64)
+        return np.zeros(blocks.shape, np.int64)
     most = max(prompt_tokens - 1, 0) // block_size
-    saved: Ints = np.minimum(blocks, most).astype(np.int64) * block_size
+    saved: Ints = np.minimum(blocks, most).astype(np.int64, copy=False) * block_size
     return saved
 
 
 def queue_ms(load: RowLoad, running: Floats, sequences: float, expected_tokens: float) -> Floats:
     """Time until an engine turns to a request that comes now.
 
-    Prompts ahead of it are computed first (vLLM schedules first come, first served within a priority):
-    a ms each token. Their context term is left out: the backlog is known in tokens, not prompt by prompt.
+    Prompts ahead of it are computed first (vLLM schedules first come, first served within a priority), each
+    at its own cost: tokens alone would count an 85k-token prompt as less than half of the time it takes where
+    attention costs as much as the matmuls at 30k.
 
     When the batch is full, one more sequence waits until one of the running ends. They end at a
     rate of running / (mean tokens left * step time) by Little's law (1961), so w sequences too many
     take w * tokens left * step / running. The mean left over is that of this router's own leases; without
     any, half of what is expected of a whole answer.
     """
-    queue = load.a * load.backlog
+    queue = load.backlog_ms()
     excess = load.sequences + sequences - load.max_sequences
     if excess.max() > 0:
         left = np.where(load.tokens_left > 0, load.tokens_left, expected_tokens / 2)
@@ -120,13 +129,18 @@ def queue_ms(load: RowLoad, running: Floats, sequences: float, expected_tokens: 
     return queue
 
 
-def prefill_ms(t0: Floats, a: Floats, b: Floats, uncached: Floats | float, cached: Floats | float) -> Floats:
-    """t0 + a*u + b*u*(c + u/2): matmuls are linear in computed tokens, attention in pairs of tokens.
+def attention_pairs(uncached: Amount, cached: Amount) -> Amount:
+    """u*(c + u/2), a multiple of a half: pairs of a computed token and one before it.
 
-    Each of u tokens attends to the c before all of them and, on average, to half of the u: causal
-    attention over u*(c + u/2) pairs.
+    In causal attention each of u tokens attends to the c before all of them and, on average, to half of
+    the u.
     """
-    ms: Floats = t0 + a * uncached + b * uncached * (cached + uncached * 0.5)
+    return uncached * (cached + uncached * 0.5)
+
+
+def prefill_ms(t0: Floats, a: Floats, b: Floats, uncached: Amount, cached: Amount) -> Floats:
+    """t0 + a*u + b*u*(c + u/2): matmuls are linear in computed tokens, attention in `attention_pairs`."""
+    ms: Floats = t0 + a * uncached + b * attention_pairs(uncached, cached)
     return ms
 
 

@@ -3,7 +3,7 @@
 decider = Decider(fleet, make_policy("predicted-time", settings), settings)
 decision = decider.decide(request, now)
 if decision is not None:
-    ...  # lease decision.uncached_tokens on decision.key, call it
+    ...  # lease decision.uncached_tokens and .uncached_pairs on decision.key, call it
     fleet.learn(decision.key, decision.outcome(cached_tokens=..., ...), now)
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.blockhash import prompt_keys
-from router.cost import CostSettings, Floats, Ints, RowLoad, predict, usable_cached
+from router.cost import CostSettings, Floats, Ints, RowLoad, attention_pairs, predict, usable_cached
 from router.fleet import Fleet, Member, name_hash
 from router.picker import Candidate, Policy, RouteRequest, View
 from router.speeds import Outcome
@@ -56,6 +56,17 @@ class Decision:
     policy: str
     position: int
     considered: _Considered
+
+    @property
+    def uncached_pairs(self) -> float:
+        """Attention of the tokens to be computed, in pairs of tokens: to lease with them."""
+        return attention_pairs(self.uncached_tokens, self.prompt_tokens - self.uncached_tokens)
+
+    @property
+    def service_ms(self) -> float:
+        """Predicted time to first token, less the queue at the replica."""
+        cost = self.considered.view.prediction
+        return self.ttft_ms - float(cost.queue[self.position])
 
     @property
     def why(self) -> str:
@@ -182,11 +193,9 @@ class Decider:
     ) -> _Considered:
         fleet, size, prompt_tokens = self.fleet, self.fleet.block_size, len(request.prompt_token_ids)
         members = fleet.members
-        resident = pending = np.zeros(len(rows), np.int64)
-        if len(keys):
-            resident, pending = self._cached_blocks(keys, rows)
-        resident = usable_cached(resident, size, prompt_tokens)
-        cached = np.maximum(resident, usable_cached(pending, size, prompt_tokens))
+        blocks = self._cached_blocks(keys, rows) if len(keys) else np.zeros((2, len(rows)), np.int64)
+        resident, pending = usable_cached(blocks, size, prompt_tokens)
+        cached = np.maximum(resident, pending)
         load = fleet.load(rows, now)
         prediction = predict(
             load,
@@ -200,24 +209,24 @@ class Decider:
         view = View(rows, load.sequences, load.backlog, cached, prediction, fleet.routers)
         return _Considered(view, load, members, resident, fleet.column("kv_usage")[rows], prompt_tokens)
 
-    def _cached_blocks(self, keys: npt.NDArray[np.uint64], rows: Ints) -> tuple[Ints, Ints]:
-        """Leading blocks of the prompt that are resident, and those of a prompt in flight, by position.
+    def _cached_blocks(self, keys: npt.NDArray[np.uint64], rows: Ints) -> Ints:
+        """Leading blocks of the prompt that are resident, and those of a prompt in flight, [2] by position.
 
         None where the view is degraded or suspect: credit for blocks that may be gone sends requests to
         where they are slowest.
         """
         fleet = self.fleet
         count = len(fleet.members)
-        resident, pending = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        blocks = np.zeros((2, count), np.int64)
         on_device = fleet.index.match(keys)[0]
         known = min(len(on_device), count)
-        resident[:known] = on_device[:known]
-        for row, blocks in fleet.inflight.match(keys).items():
-            pending[row] = blocks
+        blocks[0, :known] = on_device[:known]
+        for row, common in fleet.inflight.match(keys).items():
+            blocks[1, row] = common
         distrusted = fleet.distrusted()
-        resident[distrusted] = 0
-        pending[distrusted] = 0
-        return resident[rows], pending[rows]
+        if len(distrusted):
+            blocks[:, distrusted] = 0
+        return blocks.take(rows, axis=1)
 
     def _affinity(self, session: str, rows: Ints) -> Floats:
         """The credit of the session's preferred replica, by position, ms.

@@ -9,9 +9,15 @@ assumes that they do as it does: each lease taken or given back since the report
 are routers (`router.picker.routers_seen`). Routers that forget the others all send to the replica that was
 emptiest when they last looked: Mitzenmacher, "How Useful Is Old Information?", 2000.
 
-Backlog between reports. Prompt tokens are computed meanwhile, so the backlog is a fluid queue: it drains at
-one token per a ms and is never below 0. It is also never above what the leases say, which a first token or a
-cancelled request corrects at once: the lesser of both holds.
+Backlog between reports. Prompts are computed meanwhile, so the backlog is a fluid queue, of time: that of the
+tokens and of their pairs (`router.cost.attention_pairs`), without which a long prompt would seem to be over
+long before it is. Time takes from it until nothing is left. It is also never above what the leases say,
+which a first token or a cancelled request corrects at once: the lesser of both holds.
+
+It is kept in tokens and pairs, not in ms. Those are counted and stay what they are; a and b are estimates
+that change with every few outcomes, and each lease would have to be given back at the speed of its day. Time
+takes the same share of both, though engines compute prompt by prompt: their sum in ms is right, which is what
+a request waits for; which prompts are done is known when their first tokens come.
 """
 
 from __future__ import annotations
@@ -31,7 +37,9 @@ from router.picker import routers_seen
 from router.speeds import Outcome, Speeds
 
 _UNREPORTED_S = 0.05  # a lease this young may not be in a report that comes now
-_MOST = 1e12  # of any count that a replica reports
+_MOST = 1e12  # of any count that a replica reports ...
+_MOST_PAIRS = 1e18  # ... but pairs
+_SOME_MS = 1e-15  # in place of 0, to divide by
 _ANSWER_TOKENS = 343.0  # mean answer of the Mooncake conversation trace, until answers have been seen
 _ANSWER_RATE = 0.02  # of the moving mean of answers: some hundred requests
 _RELAX_S = 5.0
@@ -39,18 +47,23 @@ _RELAX_S = 5.0
 _COLUMNS = (
     "reported_sequences",  # running and waiting, as last reported
     "reported_backlog",  # prompt tokens accepted and not computed, as last reported
+    "reported_pairs",  # theirs; here and below, pairs follow their tokens
     "kv_usage",  # 0 .. 1, as last reported
     "max_sequences",  # of one engine step; infinite while unknown
     "max_batch_tokens",  # of one engine step; infinite while unknown
     "decode_step_ms",  # of steps without prefill, as last reported; 0 unknown
     "leased_sequences",  # by this router, now
     "leased_prefill",  # prompt tokens, by this router, now
+    "leased_pairs",
     "leased_decode",  # tokens to generate, by this router, when a lease last changed
     "leased_sequences_at_report",
     "leased_prefill_at_report",
+    "leased_pairs_at_report",
     "backlog",  # prompt tokens, estimated over all routers at `backlog_at`
+    "backlog_pairs",
     "backlog_at",  # s
     "young_prefill",  # prompt tokens leased within `_UNREPORTED_S` before `young_at`
+    "young_pairs",
     "young_at",  # s
     "t0",  # ms; this and the following: `router.speeds.Coefficients`
     "a",
@@ -60,9 +73,14 @@ _COLUMNS = (
 )
 _AT = {name: place for place, name in enumerate(_COLUMNS)}
 (
-    _REP_SEQ, _REP_BACKLOG, _KV, _MAX_SEQ, _MAX_TOKENS, _STEP, _SEQ, _PREFILL, _DECODE,
-    _SEQ_THEN, _PREFILL_THEN, _BACKLOG, _BACKLOG_AT, _YOUNG, _YOUNG_AT, _T0, _A, _B, _D, _OVERHEAD,
+    _REP_SEQ, _REP_BACKLOG, _, _KV, _MAX_SEQ, _MAX_TOKENS, _STEP, _SEQ, _PREFILL, _PREFILL_PAIRS, _DECODE,
+    _SEQ_THEN, _PREFILL_THEN, _, _BACKLOG, _BACKLOG_PAIRS, _BACKLOG_AT, _YOUNG, _YOUNG_PAIRS, _YOUNG_AT,
+    _T0, _A, _B, _D, _OVERHEAD,
 ) = range(len(_COLUMNS))  # fmt: skip
+# Tokens and their pairs together, arrays [2, ...].
+_REPORTED, _LEASED, _LEASED_THEN, _LEFT, _YOUNG_BOTH = (
+    slice(at, at + 2) for at in (_REP_BACKLOG, _PREFILL, _PREFILL_THEN, _BACKLOG, _YOUNG)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,7 @@ class LoadReport:
     waiting: float = 0
     sequences: float = 0
     prefill_backlog_tokens: float = 0
+    prefill_backlog_pairs: float = 0
     kv_usage: float = 0
     max_sequences: float = 0
     max_batch_tokens: float = 0
@@ -200,20 +219,22 @@ class Fleet:
         member = self._member(row)
         column = self.columns[:, row]
         sequences = max(_count(report.sequences), _count(report.running) + _count(report.waiting))
-        backlog = _count(report.prefill_backlog_tokens)
+        backlog = np.array(
+            [_count(report.prefill_backlog_tokens), _count(report.prefill_backlog_pairs, _MOST_PAIRS)]
+        )
         self._forget_report(row)
         # What was leased a moment ago may still be on its way to the replica: its report says nothing of it.
-        unseen = 0.0
+        unseen = np.zeros(2)
         if now - column[_YOUNG_AT] <= _UNREPORTED_S:
-            unseen = min(float(column[_YOUNG]), max(float(column[_PREFILL]) - backlog, 0.0))
-        column[_REP_SEQ], column[_REP_BACKLOG] = sequences, backlog
+            unseen = np.minimum(column[_YOUNG_BOTH], np.maximum(column[_LEASED] - backlog, 0.0))
+        column[_REP_SEQ], column[_REPORTED] = sequences, backlog
         column[_KV] = min(_count(report.kv_usage), 1.0)
         column[_MAX_SEQ] = _count(report.max_sequences) or math.inf
         column[_MAX_TOKENS] = _count(report.max_batch_tokens) or math.inf
         column[_STEP] = _count(report.decode_step_ms)
         column[_SEQ_THEN] = column[_SEQ]
-        column[_PREFILL_THEN] = column[_PREFILL] - unseen
-        column[_BACKLOG], column[_BACKLOG_AT] = backlog + unseen, now
+        column[_LEASED_THEN] = column[_LEASED] - unseen
+        column[_LEFT], column[_BACKLOG_AT] = backlog + unseen, now
         self._reported += sequences
         self._own += min(float(column[_SEQ]), sequences)
         self.routers = routers_seen(self._reported, self._own)
@@ -221,22 +242,37 @@ class Fleet:
             self._take_speed(row, member.replica)
 
     def leased(
-        self, key: str, *, sequences: int, prefill_tokens: int, decode_tokens: int = 0, now: float
+        self,
+        key: str,
+        *,
+        sequences: int,
+        prefill_tokens: int,
+        prefill_pairs: float = 0.0,
+        decode_tokens: int = 0,
+        now: float,
     ) -> None:
         """This router's leases on `key` changed to this; a key without a row is ignored."""
         row = self._rows.get(key)
         if row is None:
             return
         column = self.columns[:, row]
-        added = prefill_tokens - float(column[_PREFILL])
-        column[_SEQ], column[_PREFILL], column[_DECODE] = sequences, prefill_tokens, decode_tokens
-        if added <= 0:
+        tokens = prefill_tokens - float(column[_PREFILL])
+        pairs = max(prefill_pairs - float(column[_PREFILL_PAIRS]), 0.0)
+        column[_SEQ], column[_DECODE] = sequences, decode_tokens
+        column[_PREFILL], column[_PREFILL_PAIRS] = prefill_tokens, prefill_pairs
+        if tokens <= 0:
             return
-        drained = max(now - float(column[_BACKLOG_AT]), 0.0) * 1e3 / float(column[_A])
-        column[_BACKLOG] = max(float(column[_BACKLOG]) - drained, 0.0) + added * self.routers
+        # One by one: of two numbers NumPy is the slower.
+        a, b, elapsed_ms = column[_A], column[_B], max(now - column[_BACKLOG_AT], 0.0) * 1e3
+        before_ms = a * column[_BACKLOG] + b * column[_BACKLOG_PAIRS]
+        kept = max(1.0 - elapsed_ms / (before_ms + _SOME_MS), 0.0)
+        column[_BACKLOG] = column[_BACKLOG] * kept + tokens * self.routers
+        column[_BACKLOG_PAIRS] = column[_BACKLOG_PAIRS] * kept + pairs * self.routers
         column[_BACKLOG_AT] = now
-        young = float(column[_YOUNG]) if now - column[_YOUNG_AT] <= _UNREPORTED_S else 0.0
-        column[_YOUNG], column[_YOUNG_AT] = young + added, now
+        young = now - column[_YOUNG_AT] <= _UNREPORTED_S
+        column[_YOUNG] = tokens + (column[_YOUNG] if young else 0.0)
+        column[_YOUNG_PAIRS] = pairs + (column[_YOUNG_PAIRS] if young else 0.0)
+        column[_YOUNG_AT] = now
 
     def begin(self, row: int, key: str, keys: npt.NDArray[np.uint64]) -> int:
         """A prompt with these block keys goes to `key`, decided to be in `row`; the handle is for `end`."""
@@ -290,16 +326,18 @@ class Fleet:
 
     def load(self, rows: Ints, now: float) -> RowLoad:
         """State and speed of these rows, estimated for `now` over all routers. Arrays [len(rows)]."""
-        c = self.columns[:, rows]
-        leased, prefill = c[_SEQ], c[_PREFILL]
+        c = self.columns.take(rows, axis=1)  # unlike [:, rows] with each column in one piece
+        leased, a, b = c[_SEQ], c[_A], c[_B]
         sequences = np.maximum(c[_REP_SEQ] + (leased - c[_SEQ_THEN]) * self.routers, leased)
-        drained = c[_BACKLOG] - np.maximum(now - c[_BACKLOG_AT], 0.0) * 1e3 / c[_A]
-        held = c[_REP_BACKLOG] + (prefill - c[_PREFILL_THEN]) * self.routers
-        backlog = np.maximum(np.minimum(drained, held), 0.0)
+        held = np.maximum(c[_REPORTED] + (c[_LEASED] - c[_LEASED_THEN]) * self.routers, 0.0)
+        before_ms = a * c[_BACKLOG] + b * c[_BACKLOG_PAIRS]
+        elapsed_ms = np.maximum(now - c[_BACKLOG_AT], 0.0) * 1e3
+        kept = np.maximum(1.0 - elapsed_ms / (before_ms + _SOME_MS), 0.0)
+        backlog, pairs = np.minimum(c[_LEFT] * kept, held)
         left = c[_DECODE] / np.maximum(leased, 1.0)
         return RowLoad(
-            sequences, backlog, c[_MAX_SEQ], c[_MAX_TOKENS], left, c[_STEP],
-            c[_T0], c[_A], c[_B], c[_D], c[_OVERHEAD],
+            sequences, backlog, pairs, c[_MAX_SEQ], c[_MAX_TOKENS], left, c[_STEP],
+            c[_T0], a, b, c[_D], c[_OVERHEAD],
         )  # fmt: skip
 
     def room(self, now: float) -> npt.NDArray[np.bool_]:
@@ -311,7 +349,7 @@ class Fleet:
         rows = self.ready()
         if len(rows):
             load = self.load(rows, now)
-            short = load.a * load.backlog <= self.settings.replica_queue_ms
+            short = load.backlog_ms() <= self.settings.replica_queue_ms
             found[rows] = short & (load.sequences < load.max_sequences)
         return found
 
@@ -325,7 +363,7 @@ class Fleet:
         if not len(rows):
             return math.inf
         load = self.load(rows, now)
-        computing = load.a * load.backlog
+        computing = load.backlog_ms()
         slot = queue_ms(load, load.running(), 1.0, self.answer_tokens) - computing
         return float((np.maximum(computing - self.settings.replica_queue_ms, 0.0) + slot).min())
 
@@ -374,5 +412,5 @@ def name_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _count(value: float) -> float:
-    return min(float(value), _MOST) if value > 0 else 0.0  # NaN is not > 0
+def _count(value: float, most: float = _MOST) -> float:
+    return min(float(value), most) if value > 0 else 0.0  # NaN is not > 0

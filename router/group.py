@@ -194,7 +194,9 @@ class ReplicaGroup:
             priority=route.priority,
             narrow=bool(exclude),
         )
-        admitted = await self.turnstile.admit(item, lambda: self._try_place(route, exclude, lost))
+        admitted = await self.turnstile.admit(
+            item, lambda: self._try_place(route, exclude, lost), ttft_s=self._ttft_s(route)
+        )
         placement = admitted.placement
         placement.waited_s = admitted.waited_s
         if not self.gather.off:
@@ -232,6 +234,7 @@ class ReplicaGroup:
         lease = self.leases.take(
             decision.key,
             prefill_tokens=decision.uncached_tokens,
+            prefill_pairs=decision.uncached_pairs,
             decode_tokens=round(self._expected(route)),
             sequences=route.sequences,
         )
@@ -244,6 +247,13 @@ class ReplicaGroup:
             decided_in_s=self.clock() - now,
         )
 
+    def _ttft_s(self, route: RouteRequest) -> float:
+        """Predicted time to first token once placed; 0 where it is not asked for, as nobody waits."""
+        if not len(self.turnstile):
+            return 0.0
+        decision = self.decider.decide(route, self.clock())
+        return decision.service_ms / 1e3 if decision is not None else 0.0
+
     def _expected(self, route: RouteRequest) -> float:
         return route.sequences * self.fleet.expected_tokens(route.max_tokens)
 
@@ -252,6 +262,7 @@ class ReplicaGroup:
             key,
             sequences=load.sequences,
             prefill_tokens=load.prefill_tokens,
+            prefill_pairs=load.prefill_pairs,
             decode_tokens=load.decode_tokens,
             now=self.clock(),
         )

@@ -3,7 +3,7 @@
 Nothing else changes that load: a lease is taken per attempt, shrinks as tokens arrive, and is
 released exactly once, however the attempt ends.
 
-    with table.take("r0@e1", prefill_tokens=120, decode_tokens=64) as lease:
+    with table.take("r0@e1", prefill_tokens=120, prefill_pairs=7200, decode_tokens=64) as lease:
         ...
         lease.generated(1)
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 
@@ -26,6 +26,7 @@ class LeasedLoad:
     sequences: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prefill_pairs: float = 0.0  # of the same tokens (`router.cost.attention_pairs`); sums of halves are exact
 
 
 @dataclass(slots=True)
@@ -49,18 +50,26 @@ class LeaseTable:
         self._targets: dict[str, _Target] = {}
         self._on_change = on_change
 
-    def take(self, key: str, *, prefill_tokens: int, decode_tokens: int, sequences: int = 1) -> Lease:
+    def take(
+        self,
+        key: str,
+        *,
+        prefill_tokens: int,
+        decode_tokens: int,
+        prefill_pairs: float = 0.0,
+        sequences: int = 1,
+    ) -> Lease:
         """Add a request to the load of `key`; enter the lease as a context manager, or release it."""
         target = self._targets.setdefault(key, _Target())
-        return Lease(self, target, key, LeasedLoad(1, sequences, prefill_tokens, decode_tokens))
+        share = LeasedLoad(1, sequences, prefill_tokens, decode_tokens, prefill_pairs)
+        return Lease(self, target, key, share)
 
     def load(self, key: str) -> LeasedLoad:
         """The present load of one replica (a copy)."""
         target = self._targets.get(key)
         if target is None:
             return LeasedLoad()
-        held = target.load
-        return LeasedLoad(held.requests, held.sequences, held.prefill_tokens, held.decode_tokens)
+        return replace(target.load)
 
     def sequences(self, key: str) -> int:
         """Sequences leased on one replica."""
@@ -105,6 +114,7 @@ class Lease:
         self._load.sequences += share.sequences
         self._load.prefill_tokens += share.prefill_tokens
         self._load.decode_tokens += share.decode_tokens
+        self._load.prefill_pairs += share.prefill_pairs
         table._changed(key, self._load)
 
     def generated(self, tokens: int) -> None:
@@ -117,7 +127,8 @@ class Lease:
         self._load.decode_tokens -= done
         if left.prefill_tokens:
             self._load.prefill_tokens -= left.prefill_tokens
-            left.prefill_tokens = 0
+            self._load.prefill_pairs -= left.prefill_pairs
+            left.prefill_tokens, left.prefill_pairs = 0, 0.0
             self._table._changed(self._key, self._load)
 
     def release(self) -> None:
@@ -129,6 +140,7 @@ class Lease:
         self._load.sequences -= self._left.sequences
         self._load.prefill_tokens -= self._left.prefill_tokens
         self._load.decode_tokens -= self._left.decode_tokens
+        self._load.prefill_pairs -= self._left.prefill_pairs
         self._table._drop_if_unused(self._key, self._target)
         self._table._changed(self._key, self._load)
 

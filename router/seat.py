@@ -95,6 +95,7 @@ def _report(load: common_pb2.ReplicaLoad) -> LoadReport:
         waiting=load.waiting,
         sequences=load.sequences,
         prefill_backlog_tokens=load.prefill_backlog_tokens,
+        prefill_backlog_pairs=load.prefill_backlog_pairs,
         kv_usage=load.kv_usage,
         max_sequences=load.max_sequences,
         max_batch_tokens=load.max_batch_tokens,

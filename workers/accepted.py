@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 Prefix = Callable[[Sequence[int], int], int]
 """(keys, leading keys known to be resident) -> leading keys that are resident now."""
+
+
+class Backlog(NamedTuple):
+    """What is still to be computed of prompts."""
+
+    tokens: int
+    pairs: float
+    """Of one of these tokens and one before it, as causal attention looks at: u*(c + u/2) of a prompt with
+    u tokens left behind c."""
 
 
 class Accepted:
@@ -49,12 +59,17 @@ class Accepted:
             self.sequences -= sequences
             self._prefilling.discard(held)
 
-    def backlog(self, prefix: Prefix) -> int:
-        """Prompt tokens still to compute, over all requests without a first token.
+    def backlog(self, prefix: Prefix) -> Backlog:
+        """What is still to compute, over all requests without a first token.
 
-        At least one each: the engine computes a prompt's last token even when all of it is cached.
+        At least one token each: the engine computes a prompt's last one even when all of it is cached.
         """
-        return sum(held.remaining(prefix) for held in self._prefilling)
+        tokens, pairs = 0, 0.0
+        for held in self._prefilling:
+            left = held.remaining(prefix)
+            tokens += left.tokens
+            pairs += left.pairs
+        return Backlog(tokens, pairs)
 
     def first_token(self, held: Acceptance) -> None:
         """Its prefill is over; safe to call again."""
@@ -80,11 +95,12 @@ class Acceptance:
         """Its prefill is over; safe to call again."""
         self._owner.first_token(self)
 
-    def remaining(self, prefix: Prefix) -> int:
-        """Tokens still to compute now."""
+    def remaining(self, prefix: Prefix) -> Backlog:
+        """What is still to compute of it now."""
         if self._keys:
             self._done = prefix(self._keys, self._done)
             cached = self._done * self._block_size
         else:
             cached = self._expected
-        return max(1, self._prompt - cached)
+        left = max(1, self._prompt - cached)
+        return Backlog(left, left * (self._prompt - left + left / 2))

@@ -42,7 +42,8 @@ class LoadRecorder:
         load.CopyFrom(self._load)
         load.block_size = self._resident.block_size or load.block_size
         load.sequences = self.accepted.sequences
-        load.prefill_backlog_tokens = self.accepted.backlog(self._resident.prefix)
+        backlog = self.accepted.backlog(self._resident.prefix)
+        load.prefill_backlog_tokens, load.prefill_backlog_pairs = backlog
         load.prefill_ms_per_token = self._speed.prefill_ms_per_token
         load.decode_step_ms = self._speed.decode_step_ms
         return load

@@ -192,10 +192,12 @@ class SimulatedReplica:
 
     def report(self) -> LoadReport:
         """Its load as of the end of the last step, as `workers.load` gathers it."""
-        backlog = 0
+        backlog, pairs = 0, 0.0
         for job in self._unanswered:
             job.shown = self.cache.hits(job.keys, job.shown, published=True)
-            backlog += max(job.prompt - job.shown * BLOCK, 1)
+            left = max(job.prompt - job.shown * BLOCK, 1)
+            backlog += left
+            pairs += left * (job.prompt - left + left / 2)
         if self._step - self._measured_at >= _SPEED_EVERY:
             self._measured_at = self._step
             self._said = (self._measured.prefill_ms_per_token, self._measured.decode_step_ms)
@@ -204,6 +206,7 @@ class SimulatedReplica:
             waiting=len(self._waiting),
             sequences=len(self._running) + len(self._waiting),
             prefill_backlog_tokens=backlog,
+            prefill_backlog_pairs=pairs,
             kv_usage=1.0 - self.cache.free / self.cache.capacity,
             max_sequences=self.speed.max_sequences,
             max_batch_tokens=self.speed.max_batch_tokens,

@@ -164,6 +164,7 @@ class VirtualRouter:
         asked.lease = self.leases.take(
             decision.key,
             prefill_tokens=decision.uncached_tokens,
+            prefill_pairs=decision.uncached_pairs,
             decode_tokens=round(self._expected(asked.route)),
             sequences=asked.route.sequences,
         )
@@ -192,6 +193,7 @@ class VirtualRouter:
             key,
             sequences=load.sequences,
             prefill_tokens=load.prefill_tokens,
+            prefill_pairs=load.prefill_pairs,
             decode_tokens=load.decode_tokens,
             now=self._clock(),
         )

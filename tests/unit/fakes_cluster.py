@@ -204,11 +204,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         load.CopyFrom(self.load)
         running = [seen for seen in self.seen if not seen.ended.is_set()]
         load.sequences = load.running = len(running)
-        load.prefill_backlog_tokens = sum(
-            len(seen.request.prompt_token_ids) - seen.request.expected_cached_tokens
-            for seen in running
-            if not seen.answered
-        )
+        load.prefill_backlog_tokens, load.prefill_backlog_pairs = 0, 0.0
+        for seen in running:
+            if not seen.answered:
+                cached = seen.request.expected_cached_tokens
+                left = len(seen.request.prompt_token_ids) - cached
+                load.prefill_backlog_tokens += left
+                load.prefill_backlog_pairs += left * (cached + left / 2)
         return load
 
     async def Drain(  # noqa: N802

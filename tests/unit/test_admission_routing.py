@@ -218,6 +218,23 @@ async def test_request_whose_turn_cannot_come_in_time_is_refused_at_the_door() -
         await assert_nothing_leaked(stack.server)
 
 
+async def test_prompt_too_long_for_its_deadline_is_refused_at_the_door_where_others_wait() -> None:
+    replica = small("r0", 1, Script(hang_after=0))
+    replica.load.prefill_ms_per_token = 100.0
+    async with running_stack(replicas=0, extra=[replica], replica_queue_ms=1e9) as stack:
+        await eventually(lambda: float(stack.group.fleet.column("a")[0]) == 100.0)
+        running = [started(stack.client, [1], timeout=300)]
+        await eventually(lambda: len(replica.seen) == 1)
+        running.append(started(stack.client, [2], timeout=300))
+        await eventually(lambda: len(stack.group.turnstile) == 1)
+        error = await refused(collected(stack.client, [3] * 400, max_tokens=1, timeout=30))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, common_pb2.OVERLOADED)
+        assert "s to the first token" in error.message
+        for task in running:
+            task.cancel()
+        await assert_nothing_leaked(stack.server)
+
+
 async def test_replica_with_a_long_predicted_queue_takes_no_more_and_one_without_does() -> None:
     busy, idle = FakeReplica("busy"), FakeReplica("idle")
     busy.load.prefill_backlog_tokens = 1_000_000

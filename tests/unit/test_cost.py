@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from router.cost import CostSettings, Prediction, RowLoad, predict, prefill_ms, usable_cached
+from router.cost import (
+    CostSettings,
+    Prediction,
+    RowLoad,
+    attention_pairs,
+    predict,
+    prefill_ms,
+    usable_cached,
+)
 
 SPEED = {"t0": 10.0, "a": 1.0, "b": 0.001, "d": 2.0, "overhead": 5.0}
 
@@ -16,6 +24,7 @@ def load(count: int = 1, **columns: float | list[float]) -> RowLoad:
     given: dict[str, float | list[float]] = {
         "sequences": 0.0,
         "backlog": 0.0,
+        "backlog_pairs": 0.0,
         "max_sequences": math.inf,
         "max_batch_tokens": math.inf,
         "tokens_left": 0.0,
@@ -69,6 +78,19 @@ def test_cached_tokens_save_their_prefill_and_no_more() -> None:
 def test_backlog_is_waited_for() -> None:
     p = predicted(load(2, backlog=[0, 300]))
     assert p.queue.tolist() == [0.0, 300.0]
+
+
+def test_long_prompt_ahead_counts_more_than_many_short_ones_of_as_many_tokens() -> None:
+    pairs = [attention_pairs(85_000.0, 0.0), 85 * attention_pairs(1000.0, 0.0)]
+    p = predicted(load(2, backlog=[85_000, 85_000], backlog_pairs=pairs))
+    assert p.queue[0] == pytest.approx(85_000 + 0.001 * 85_000 * 85_000 / 2)
+    assert p.queue[0] / p.queue[1] == pytest.approx((1 + 42.5) / (1 + 0.5))
+
+
+def test_prompt_ahead_is_waited_for_as_long_as_its_own_prefill_takes() -> None:
+    p = predicted(load(1), [512], prompt_tokens=4000)
+    behind = predicted(load(1, backlog=3488, backlog_pairs=attention_pairs(3488.0, 512.0)))
+    assert behind.queue[0] == pytest.approx(p.prefill[0] - SPEED["t0"])
 
 
 def test_queue_of_one_differs_from_none_by_one_request_only() -> None:

@@ -57,14 +57,16 @@ class FakeRouter:
             key,
             sequences=load.sequences,
             prefill_tokens=load.prefill_tokens,
+            prefill_pairs=load.prefill_pairs,
             decode_tokens=load.decode_tokens,
             now=self.now,
         )
 
-    def report(self, row: int, sequences: float = 0, backlog: float = 0) -> None:
+    def report(self, row: int, sequences: float = 0, backlog: float = 0, pairs: float = 0) -> None:
         report = LoadReport(
             sequences=sequences,
             prefill_backlog_tokens=backlog,
+            prefill_backlog_pairs=pairs,
             max_sequences=256,
             max_batch_tokens=2048,
             prefill_ms_per_token=1.0,
@@ -82,7 +84,12 @@ class FakeRouter:
     def send(self, prompt: Tokens) -> Decision:
         """Decide, lease, and leave the prompt in flight."""
         decision = self.decide(prompt)
-        lease = self.leases.take(decision.key, prefill_tokens=decision.uncached_tokens, decode_tokens=20)
+        lease = self.leases.take(
+            decision.key,
+            prefill_tokens=decision.uncached_tokens,
+            prefill_pairs=decision.uncached_pairs,
+            decode_tokens=20,
+        )
         self.held.append((lease, self.fleet.begin(decision.row, decision.key, decision.keys)))
         return decision
 
@@ -103,6 +110,25 @@ def test_warm_replica_that_is_idle_serves_its_prefix() -> None:
     assert "992 of 1000" in decisions[0].why
 
 
+def test_lease_has_the_pairs_of_the_tokens_that_are_not_cached() -> None:
+    router = FakeRouter(1)
+    prompt = tokens(1000)
+    assert router.decide(prompt).uncached_pairs == 1000 * 1000 / 2
+    router.cache(0, prompt[:800])
+    assert router.decide(prompt).uncached_pairs == 200 * (800 + 200 / 2)
+
+
+def test_short_prompts_ahead_are_preferred_to_a_long_one_of_as_many_tokens() -> None:
+    router = FakeRouter(2)
+    router.report(0, backlog=8000, pairs=8000 * 8000 / 2)
+    router.report(1, backlog=8000, pairs=8 * 1000 * 1000 / 2)
+    decision = router.decide(tokens(100))
+    assert decision.replica == "r1"
+    long, short = candidate(decision, "r0"), candidate(decision, "r1")
+    assert long.backlog_tokens == short.backlog_tokens == 8000
+    assert long.queue_ms - short.queue_ms == pytest.approx(1e-4 * (32e6 - 4e6))  # b a/10,000
+
+
 def test_idle_cluster_prefers_nobody_for_a_cold_prompt() -> None:
     router = FakeRouter(4)
     counts = Counter(router.decide(tokens(100)).replica for _ in range(2000))
@@ -118,7 +144,7 @@ def test_burst_of_siblings_joins_while_waiting_is_cheaper_and_then_spills() -> N
     placed = [router.send(prompt) for prompt in burst]
     first = placed[0].replica
     joined = next(n for n, decision in enumerate(placed) if decision.replica != first)
-    assert joined >= 5, "siblings scattered although the prefix was about to be cached"
+    assert joined >= 4, "siblings scattered although the prefix was about to be cached"
     assert all(decision.pending_tokens == 2000 for decision in placed[1:joined])
     used = Counter(decision.replica for decision in placed)
     assert max(used.values()) <= 10, used  # 20 tails take as long as one prefix

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from router.cost import CostSettings
+from router.cost import CostSettings, attention_pairs
 from router.fleet import Fleet, LoadReport
 from router.leases import Lease, LeasedLoad, LeaseTable
 from router.speeds import Outcome
@@ -37,6 +38,7 @@ def leases_into(fleet: Fleet, clock: Clock) -> LeaseTable:
             key,
             sequences=load.sequences,
             prefill_tokens=load.prefill_tokens,
+            prefill_pairs=load.prefill_pairs,
             decode_tokens=load.decode_tokens,
             now=clock(),
         )
@@ -50,6 +52,26 @@ def sequences(fleet: Fleet, now: float = 100.0) -> list[float]:
 
 def backlog(fleet: Fleet, now: float = 100.0) -> list[float]:
     return [float(value) for value in fleet.load(fleet.ready(), now).backlog]
+
+
+def work(fleet: Fleet, now: float = 100.0) -> list[float]:
+    return [float(value) for value in fleet.load(fleet.ready(), now).backlog_ms()]
+
+
+def lease_of(table: LeaseTable, *prompts: int, key: str = "r0@e1") -> list[Lease]:
+    return [
+        table.take(key, prefill_tokens=u, prefill_pairs=attention_pairs(u, 0), decode_tokens=9)
+        for u in prompts
+    ]
+
+
+def report_of(*prompts: int) -> LoadReport:
+    """1 ms a token, and as attention goes by it 1 ms per 10,000 pairs."""
+    return LoadReport(
+        prefill_backlog_tokens=sum(prompts),
+        prefill_backlog_pairs=sum(attention_pairs(u, 0) for u in prompts),
+        prefill_ms_per_token=1.0,
+    )
 
 
 def test_row_is_found_by_key_and_joining_twice_gives_the_same() -> None:
@@ -227,15 +249,92 @@ def test_cancelled_prompt_leaves_the_backlog_at_once() -> None:
     assert backlog(fleet) == [0.0]
 
 
+def test_long_prompt_waiting_is_more_work_than_many_short_ones_of_as_many_tokens() -> None:
+    fleet = fleet_of(2)
+    fleet.report(0, report_of(80_000), 100.0)
+    fleet.report(1, report_of(*[1000] * 80), 100.0)
+    assert backlog(fleet) == [80_000, 80_000]
+    assert work(fleet) == pytest.approx([80_000 + 320_000, 80_000 + 4000])
+
+
+def test_leases_and_reports_of_the_same_prompts_agree() -> None:
+    fleet, clock = fleet_of(2), Clock()
+    table = leases_into(fleet, clock)
+    for row in (0, 1):
+        fleet.report(row, report_of(), clock.now)
+    lease_of(table, 20_000, 300, 7)
+    fleet.report(1, report_of(20_000, 300, 7), clock.now)
+    for later in (0.0, 5.0, 30.0):
+        leased, reported = work(fleet, clock.now + later)
+        assert leased == pytest.approx(reported)
+        assert leased > 0
+    clock.now += 1.0
+    fleet.report(0, report_of(20_000, 300, 7), clock.now)  # who reports what is leased does not add to it
+    assert work(fleet, clock.now)[0] == pytest.approx(20_307 + 1e-4 * (2e8 + 45_000 + 24.5))
+
+
+def test_backlog_drains_in_the_time_that_its_prompts_take_and_to_nothing() -> None:
+    fleet = fleet_of(1)
+    fleet.report(0, report_of(10_000), 100.0)  # 10 s of tokens, 5 s of pairs
+    assert work(fleet, 106.0) == pytest.approx([9000])
+    assert backlog(fleet, 106.0) == pytest.approx([6000])
+    assert work(fleet, 114.999) == pytest.approx([1.0])
+    assert work(fleet, 115.0) == pytest.approx([0.0], abs=1e-6)
+    assert work(fleet, 116.0) == backlog(fleet, 116.0) == [0.0]
+
+
+def test_long_prompt_is_not_over_when_its_tokens_alone_would_be() -> None:
+    fleet, clock = fleet_of(1), Clock()
+    fleet.report(0, report_of(), clock.now)
+    table = leases_into(fleet, clock)
+    (first,) = lease_of(table, 10_000)
+    clock.now += 10.0
+    second = lease_of(table, 100)
+    assert work(fleet, clock.now) == pytest.approx([5000 + 100.5])
+    first.generated(1)  # sooner than predicted
+    assert work(fleet, clock.now) == pytest.approx([100.5], rel=0.02)
+    second[0].release()
+    assert work(fleet, clock.now) == [0.0]
+
+
+def test_pairs_stand_for_those_of_the_other_routers_too() -> None:
+    fleet, clock = fleet_of(1), Clock()
+    table = leases_into(fleet, clock)
+    table.take("r0@e1", prefill_tokens=0, decode_tokens=1, sequences=100)
+    clock.now += 1.0
+    fleet.report(0, LoadReport(running=400, prefill_ms_per_token=1.0), clock.now)
+    lease_of(table, 1000)
+    assert work(fleet, clock.now) == pytest.approx([(1000 + 50) * fleet.routers])
+
+
+def test_replica_that_reports_tokens_only_is_taken_by_its_tokens() -> None:
+    fleet, clock = fleet_of(1), Clock()
+    table = leases_into(fleet, clock)
+    held = lease_of(table, 3000)
+    clock.now += 1.0
+    report = LoadReport(prefill_backlog_tokens=3000, prefill_ms_per_token=1.0)
+    fleet.report(0, report, clock.now)
+    assert work(fleet, clock.now) == [3000.0]
+    held += lease_of(table, 1000)
+    assert work(fleet, clock.now) == pytest.approx([4000 + 50])
+    for lease in held:
+        lease.generated(1)
+        load = fleet.load(fleet.ready(), clock.now)
+        assert load.backlog_pairs.min() >= 0
+    assert work(fleet, clock.now) == backlog(fleet, clock.now) == [0.0]
+
+
 def test_report_that_crossed_a_lease_on_the_wire_does_not_hide_it() -> None:
     fleet, clock = fleet_of(1), Clock()
-    leases_into(fleet, clock).take("r0@e1", prefill_tokens=2000, decode_tokens=9)
+    table = leases_into(fleet, clock)
+    lease_of(table, 500, 1500)
     clock.now += 0.01
-    fleet.report(0, LoadReport(), clock.now)
+    fleet.report(0, report_of(), clock.now)
     assert backlog(fleet, clock.now) == [2000.0]
+    assert work(fleet, clock.now) == pytest.approx([2000 + 12.5 + 112.5])
     clock.now += 1.0
-    fleet.report(0, LoadReport(), clock.now)  # by now it would be in there
-    assert backlog(fleet, clock.now) == [0.0]
+    fleet.report(0, report_of(), clock.now)  # by now it would be in there
+    assert backlog(fleet, clock.now) == work(fleet, clock.now) == [0.0]
 
 
 def test_load_is_zero_after_any_interleaving_of_leases_and_reports() -> None:
@@ -245,39 +344,45 @@ def test_load_is_zero_after_any_interleaving_of_leases_and_reports() -> None:
         clock.now += rng.random() * 0.02
         what = rng.random()
         if what < 0.45:
-            tokens = rng.randrange(2000)
-            live.append(table.take(f"r{rng.randrange(4)}@e1", prefill_tokens=tokens, decode_tokens=9))
+            live += lease_of(table, rng.randrange(2000), key=f"r{rng.randrange(4)}@e1")
         elif what < 0.9 and live:
             lease = live.pop(rng.randrange(len(live)))
             lease.generated(rng.randrange(3))
             lease.release()
         else:
             row = rng.randrange(4)
-            fleet.report(row, LoadReport(sequences=table.sequences(f"r{row}@e1")), clock.now)
+            held = table.load(f"r{row}@e1")
+            report = LoadReport(
+                sequences=held.sequences,
+                prefill_backlog_tokens=rng.random() * held.prefill_tokens,
+                prefill_backlog_pairs=rng.random() * held.prefill_pairs,
+            )
+            fleet.report(row, report, clock.now)
         load = fleet.load(fleet.ready(), clock.now)
         assert load.sequences.min() >= 0
         assert load.backlog.min() >= 0
+        assert load.backlog_pairs.min() >= 0
     for lease in live:
         lease.release()
     for row in range(4):
         fleet.report(row, LoadReport(), clock.now)
-    assert sequences(fleet, clock.now) == backlog(fleet, clock.now) == [0.0] * 4
+    assert sequences(fleet, clock.now) == backlog(fleet, clock.now) == work(fleet, clock.now) == [0.0] * 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, -5.0, -math.inf])
 def test_nonsense_in_a_report_counts_as_nothing(bad: float) -> None:
     fleet = fleet_of(1)
-    fleet.report(0, LoadReport(*[bad] * 9), 100.0)
-    assert sequences(fleet) == backlog(fleet) == [0.0]
+    fleet.report(0, LoadReport(*[bad] * len(fields(LoadReport))), 100.0)
+    assert sequences(fleet) == backlog(fleet) == work(fleet) == [0.0]
     assert fleet.room(100.0).tolist() == [True]
 
 
 def test_endless_report_does_not_poison_the_others() -> None:
     fleet = fleet_of(2)
-    fleet.report(0, LoadReport(*[math.inf] * 9), 100.0)
+    fleet.report(0, LoadReport(*[math.inf] * len(fields(LoadReport))), 100.0)
     load = fleet.load(fleet.ready(), 100.0)
     assert np.isfinite(load.sequences).all()
-    assert np.isfinite(load.backlog).all()
+    assert np.isfinite(load.backlog_ms()).all()
     fleet.report(0, LoadReport(), 100.0)
     assert fleet.routers == 1.0
 
@@ -299,6 +404,16 @@ def test_room_ends_with_the_batch_or_with_the_queue() -> None:
     assert fleet.saturated(100.0)
     assert 0 < fleet.predicted_wait_ms(100.0) <= 1.0
     assert fleet.room(100.1).tolist() == [False, False, False, True]
+
+
+def test_room_ends_with_the_time_that_the_queue_takes_not_with_its_tokens() -> None:
+    fleet = fleet_of(2, replica_queue_ms=10_000.0)
+    fleet.report(0, report_of(8000), 100.0)  # 8 s of tokens, 3.2 s of pairs
+    fleet.report(1, report_of(*[500] * 16), 100.0)
+    assert fleet.room(100.0).tolist() == [False, True]
+    fleet.set_standing(1, usable=False)
+    assert fleet.predicted_wait_ms(100.0) == pytest.approx(1200)
+    assert fleet.room(101.21).tolist() == [True, False]
 
 
 def test_nothing_to_pick_means_no_room_and_no_end_of_waiting() -> None:

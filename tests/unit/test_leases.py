@@ -12,13 +12,13 @@ from router.leases import Lease, LeasedLoad, LeaseTable
 
 
 def taken(table: LeaseTable, key: str = "r0@e1", prefill: int = 100, decode: int = 20) -> Lease:
-    return table.take(key, prefill_tokens=prefill, decode_tokens=decode)
+    return table.take(key, prefill_tokens=prefill, decode_tokens=decode, prefill_pairs=prefill * prefill / 2)
 
 
 def test_lease_adds_to_its_replica_only() -> None:
     table = LeaseTable()
     taken(table)
-    assert table.load("r0@e1") == LeasedLoad(1, 1, 100, 20)
+    assert table.load("r0@e1") == LeasedLoad(1, 1, 100, 20, 5000.0)
     assert table.load("r1@e1") == LeasedLoad()
 
 
@@ -29,6 +29,17 @@ def test_lease_shrinks_as_tokens_arrive() -> None:
     assert table.load("r0@e1") == LeasedLoad(1, 1, 0, 19)
     lease.generated(4)
     assert table.load("r0@e1") == LeasedLoad(1, 1, 0, 15)
+
+
+def test_first_token_ends_the_pairs_of_its_own_prompt_only() -> None:
+    table = LeaseTable()
+    first, other = taken(table, prefill=101), taken(table, prefill=7)
+    first.generated(1)
+    assert table.load("r0@e1").prefill_pairs == 24.5
+    other.release()
+    assert table.load("r0@e1").prefill_pairs == 0
+    first.release()
+    assert table.held() == {}
 
 
 def test_more_tokens_than_expected_do_not_make_load_negative() -> None:
@@ -56,7 +67,7 @@ def test_tokens_after_release_change_nothing() -> None:
     lease, _other = taken(table), taken(table)
     lease.release()
     lease.generated(5)
-    assert table.load("r0@e1") == LeasedLoad(1, 1, 100, 20)
+    assert table.load("r0@e1") == LeasedLoad(1, 1, 100, 20, 5000.0)
 
 
 def test_lease_is_released_when_its_block_raises() -> None:
@@ -76,7 +87,10 @@ def test_table_is_empty_after_any_interleaving() -> None:
             lease.release()
         else:
             key = f"r{rng.randrange(4)}@e1"
-            live.append(table.take(key, prefill_tokens=rng.randrange(99), decode_tokens=9, sequences=2))
+            u, c = rng.randrange(1_000_000), rng.randrange(1_000_000)
+            pairs = u * (c + u / 2)
+            lease = table.take(key, prefill_tokens=u, prefill_pairs=pairs, decode_tokens=9, sequences=2)
+            live.append(lease)
             live[-1].generated(rng.randrange(3))
     assert sum(load.requests for load in table.held().values()) == len(live)
     for lease in live:
@@ -106,7 +120,7 @@ def test_sink_hears_of_every_change_but_not_of_every_token() -> None:
     lease.release()
     lease.release()
     assert heard == [
-        ("r0@e1", LeasedLoad(1, 1, 100, 20)),
+        ("r0@e1", LeasedLoad(1, 1, 100, 20, 5000.0)),
         ("r0@e1", LeasedLoad(1, 1, 0, 19)),
         ("r0@e1", LeasedLoad(0, 0, 0, 0)),
     ]
@@ -126,7 +140,7 @@ def test_what_the_sink_heard_last_is_what_the_table_holds() -> None:
         for key, told in heard.items():
             now = table.load(key)
             assert (told.requests, told.sequences) == (now.requests, now.sequences)
-            assert told.prefill_tokens == now.prefill_tokens
+            assert (told.prefill_tokens, told.prefill_pairs) == (now.prefill_tokens, now.prefill_pairs)
     for lease in live:
         lease.release()
     assert all(load == LeasedLoad() for load in heard.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,8 @@ def test_a_request_that_breaks_releases_all_it_held() -> None:
     accepted = Accepted()
     with pytest.raises(RuntimeError), accepted.accept(2, 100):
         raise RuntimeError("broke")
-    assert accepted.sequences == accepted.backlog(prefix_of(set())) == 0
+    assert accepted.sequences == 0
+    assert accepted.backlog(prefix_of(set())) == (0, 0.0)
 
 
 def test_the_backlog_is_what_follows_each_resident_prefix() -> None:
@@ -49,7 +51,7 @@ def test_the_backlog_is_what_follows_each_resident_prefix() -> None:
         accepted.accept(1, 50, keys=[1, 2, 3], block_size=16),
         accepted.accept(1, 40, keys=[9, 2], block_size=16),
     ):
-        assert accepted.backlog(prefix_of(resident)) == (50 - 32) + 40
+        assert accepted.backlog(prefix_of(resident)).tokens == (50 - 32) + 40
 
 
 def test_the_backlog_shrinks_as_chunks_become_resident_and_ends_with_the_first_token() -> None:
@@ -58,18 +60,49 @@ def test_the_backlog_shrinks_as_chunks_become_resident_and_ends_with_the_first_t
         seen = []
         for key in (1, 2, 3):
             resident.add(key)
-            seen.append(accepted.backlog(prefix_of(resident)))
+            seen.append(accepted.backlog(prefix_of(resident)).tokens)
         assert seen == [34, 18, 2]
         held.first_token()
         held.first_token()
-        assert accepted.backlog(prefix_of(resident)) == 0
+        assert accepted.backlog(prefix_of(resident)) == (0, 0.0)
         assert accepted.sequences == 1
+
+
+def test_pairs_of_the_backlog_are_those_of_computing_what_is_left_token_by_token() -> None:
+    accepted, resident = Accepted(), {1, 2, 9}
+    with (
+        accepted.accept(1, 50, keys=[1, 2, 3], block_size=16),
+        accepted.accept(1, 40, keys=[9, 2], block_size=16),
+    ):
+        one_by_one = sum(before + 0.5 for before in [*range(32, 50), *range(16 * 2, 40)])
+        assert accepted.backlog(prefix_of(resident)).pairs == one_by_one
+
+
+def test_long_prompt_has_more_pairs_than_short_ones_of_as_many_tokens() -> None:
+    one, many = Accepted(), Accepted()
+    with ExitStack() as held:
+        held.enter_context(one.accept(1, 1000))
+        for _ in range(10):
+            held.enter_context(many.accept(1, 100))
+        (tokens, pairs), (same, fewer) = one.backlog(prefix_of(set())), many.backlog(prefix_of(set()))
+    assert tokens == same
+    assert pairs == 10 * fewer
+
+
+def test_chunk_takes_its_pairs_from_the_backlog() -> None:
+    accepted, resident = Accepted(), set[int]()
+    with accepted.accept(1, 48, keys=[1, 2, 3], block_size=16):
+        before = accepted.backlog(prefix_of(resident)).pairs
+        resident.add(1)
+        assert before - accepted.backlog(prefix_of(resident)).pairs == 16 * 16 / 2
+        resident.add(2)
+        assert before - accepted.backlog(prefix_of(resident)).pairs == 32 * 32 / 2
 
 
 def test_a_wholly_cached_prompt_still_has_its_last_token_to_compute() -> None:
     accepted = Accepted()
     with accepted.accept(1, 32, keys=[1, 2], block_size=16):
-        assert accepted.backlog(prefix_of({1, 2})) == 1
+        assert accepted.backlog(prefix_of({1, 2})) == (1, 31.5)  # it attends to all the others
 
 
 def test_without_block_keys_the_routers_expectation_counts() -> None:
@@ -78,7 +111,7 @@ def test_without_block_keys_the_routers_expectation_counts() -> None:
         accepted.accept(1, 100, expected_cached_tokens=64),
         accepted.accept(1, 10, expected_cached_tokens=99),
     ):
-        assert accepted.backlog(prefix_of(set())) == 36 + 1
+        assert accepted.backlog(prefix_of(set())) == (36 + 1, 36 * (64 + 18) + 9.5)
 
 
 def test_speeds_are_unknown_before_any_step() -> None:
@@ -143,5 +176,6 @@ def test_the_recorder_reports_the_engines_steps_and_what_was_accepted() -> None:
     assert (load.prefix_queries_tokens, load.prefix_hits_tokens) == (100, 60)
     assert (load.generated_tokens, load.preemptions) == (4, 2)
     assert (load.sequences, load.prefill_backlog_tokens, load.block_size) == (3, 2, 4)
+    assert load.prefill_backlog_pairs == 2 * (4 + 1)
     assert load.prefill_ms_per_token == 2
     assert len(changes) == 2

@@ -255,6 +255,33 @@ async def test_hot_prefix_spills_before_its_replica_is_drowned() -> None:
         await assert_nothing_leaked(stack.server)
 
 
+async def test_prompts_go_behind_many_short_ones_rather_than_a_long_one_of_as_many_tokens() -> None:
+    async with running_stack(replicas=2) as stack:
+        for replica, pairs in zip(stack.replicas, (20_000**2 / 2, 100 * 200**2 / 2), strict=True):
+            replica.load.prefill_backlog_tokens = 20_000
+            replica.load.prefill_backlog_pairs = pairs
+            replica.push()
+        await eventually(lambda: bool(stack.group.fleet.column("reported_pairs")[:2].all()))
+        assert (await stack.client.explain(PROMPT)).chosen == "r1"
+
+
+async def test_request_holds_the_pairs_of_what_it_has_to_compute_until_its_first_token() -> None:
+    gate = asyncio.Event()
+    async with running_stack(script=Script(gate=gate)) as stack:
+        (replica,) = stack.replicas
+        warmed(replica, PROMPT[:160])
+        await known(stack, replica, 10)
+        running = asyncio.ensure_future(collected(stack.client, PROMPT, max_tokens=1))
+        await eventually(lambda: len(replica.seen) == 1)
+        (held,) = stack.group.leases.held().values()
+        assert (held.prefill_tokens, held.prefill_pairs) == (240, 240 * (160 + 120))
+        assert float(stack.group.fleet.column("leased_pairs")[0]) == held.prefill_pairs
+        gate.set()
+        await running
+        assert not stack.group.fleet.column("leased_pairs").any()
+        await assert_nothing_leaked(stack.server)
+
+
 async def test_session_returns_to_its_replica_and_leaves_it_when_it_is_busy() -> None:
     async with running_stack(replicas=4) as stack:
         for _ in range(6):

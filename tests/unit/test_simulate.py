@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,14 +135,30 @@ def test_sequences_that_outgrow_the_space_are_preempted_and_still_finish() -> No
     assert sorted(driver.first) == [0, 1, 2]  # a first token is told once
 
 
+def backlog(driver: Driver) -> tuple[float, float]:
+    report = driver.replica.report()
+    return report.prefill_backlog_tokens, report.prefill_backlog_pairs
+
+
+def test_reported_backlog_says_how_long_the_prompts_will_take() -> None:
+    speed = replace(SPEED, base_ms=0.0, pair_ms=1e-4)
+    driver = Driver(speed)
+    for number, prompt in enumerate((3000, 700, 5)):
+        job = driver.submit(number, prompt, output=1, family=number)
+        driver.run(until=0.0)
+    tokens, pairs = backlog(driver)
+    driver.run()
+    assert job.first_at * 1e3 == pytest.approx(speed.token_ms * tokens + speed.pair_ms * pairs)
+
+
 def test_backlog_falls_with_each_chunk_and_ends_with_the_first_token() -> None:
     driver = Driver()
     driver.submit(1, prompt=2048, output=5)
-    assert driver.replica.report().prefill_backlog_tokens == 2048
+    assert backlog(driver) == (2048, 2048 * 2048 / 2)
     driver.run(until=0.115)
-    assert driver.replica.report().prefill_backlog_tokens == 1024
+    assert backlog(driver) == (1024, 1024 * (1024 + 1024 / 2))
     driver.run(until=0.23)
-    assert driver.replica.report().prefill_backlog_tokens == 0
+    assert backlog(driver) == (0, 0)
 
 
 def test_request_that_can_never_fit_is_refused_with_its_size() -> None:
