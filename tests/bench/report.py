@@ -12,6 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+_PIPE_WIDTH = 140
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -20,6 +21,8 @@ def report(
 ) -> None:
     """Print the table and the figures; write the figures with the machine and the commit."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
