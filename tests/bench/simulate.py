@@ -42,7 +42,7 @@ COLUMNS = (
     "tokens", "requests", "refused", "queue ms", "|error| ms", "preempted", "decisions/s", "wall s",
 )  # fmt: skip
 EXAMPLES = """examples:
-  python -m tests.bench.simulate --trace ../shared/data/conversation_trace.jsonl --replicas 8,64
+  python -m tests.bench.simulate --trace conversation_trace.jsonl --replicas 8,64
   python -m tests.bench.simulate --requests 3000 --policies predicted-time,round-robin   # a generated trace
   python -m tests.bench.simulate --replicas 64 --routers 4 --spread 0.2    # four routers, uneven replicas
   python -m tests.bench.simulate --requests 1000000 --replicas 1000 --policies predicted-time --load 0.7
