@@ -89,6 +89,7 @@ async def test_lookaside_stream_is_the_same_and_leaves_no_lease(
 
 async def test_router_killed_in_mid_traffic_leaves_no_trace_and_clients_go_on(pair: RunningCluster) -> None:
     with another_router(pair) as (address, process):
+        await knows_both(address)
         async with KvorumClient(address, *pair.state.router_addresses) as client:
             streams = [client.generate(prompt(30 + i, 40), max_tokens=400, ignore_eos=True) for i in range(4)]
             for stream in streams:
@@ -126,6 +127,19 @@ async def test_session_of_a_megabyte_is_refused_by_name(client: KvorumClient) ->
         await collect(client, "Hello", session="s" * 1_000_000)
     assert caught.value.reason == common_pb2.INVALID_REQUEST
     assert [violation.field for violation in caught.value.violations] == ["options.session"]
+
+
+async def knows_both(address: str) -> None:
+    """A router that has just started refuses, and its clients go to the next one."""
+    async with KvorumClient(address) as client, asyncio.timeout(30):
+        while [model.ready_replicas for model in await client.list_models()] != [2]:
+            await asyncio.sleep(0.05)
+        while True:
+            try:
+                await client.tokenize("hello")
+                return
+            except KvorumError:  # the tokenizer is still on its way
+                await asyncio.sleep(0.05)
 
 
 @contextmanager
