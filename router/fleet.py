@@ -30,9 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from router.cost import CostSettings, Floats, Ints, RowLoad, queue_ms
+from router.cost import CostSettings, Floats, Ints, RowLoad
 from router.index import BlockIndex
 from router.inflight import InflightPrompts
+from router.leases import LeasedLoad
 from router.picker import routers_seen
 from router.speeds import Outcome, Speeds
 
@@ -241,25 +242,16 @@ class Fleet:
         if self.speeds.measured(member.replica, report.prefill_ms_per_token, report.decode_step_ms):
             self._take_speed(row, member.replica)
 
-    def leased(
-        self,
-        key: str,
-        *,
-        sequences: int,
-        prefill_tokens: int,
-        prefill_pairs: float = 0.0,
-        decode_tokens: int = 0,
-        now: float,
-    ) -> None:
+    def leased(self, key: str, load: LeasedLoad, now: float) -> None:
         """This router's leases on `key` changed to this; a key without a row is ignored."""
         row = self._rows.get(key)
         if row is None:
             return
         column = self.columns[:, row]
-        tokens = prefill_tokens - float(column[_PREFILL])
-        pairs = max(prefill_pairs - float(column[_PREFILL_PAIRS]), 0.0)
-        column[_SEQ], column[_DECODE] = sequences, decode_tokens
-        column[_PREFILL], column[_PREFILL_PAIRS] = prefill_tokens, prefill_pairs
+        tokens = load.prefill_tokens - float(column[_PREFILL])
+        pairs = max(load.prefill_pairs - float(column[_PREFILL_PAIRS]), 0.0)
+        column[_SEQ], column[_DECODE] = load.sequences, load.decode_tokens
+        column[_PREFILL], column[_PREFILL_PAIRS] = load.prefill_tokens, load.prefill_pairs
         if tokens <= 0:
             return
         # One by one: of two numbers NumPy is the slower.
@@ -357,15 +349,9 @@ class Fleet:
         """Whether no replica has room; true as well when none may be picked."""
         return not bool(self.room(now).any())
 
-    def predicted_wait_ms(self, now: float) -> float:
-        """Until some replica has room: 0 when one has, infinite when none may be picked."""
-        rows = self.ready()
-        if not len(rows):
-            return math.inf
-        load = self.load(rows, now)
-        computing = load.backlog_ms()
-        slot = queue_ms(load, load.running(), 1.0, self.answer_tokens) - computing
-        return float((np.maximum(computing - self.settings.replica_queue_ms, 0.0) + slot).min())
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens that the replicas which may be picked compute together; 0 when there are none."""
+        return float((1e3 / self.columns[_A, self.ready()]).sum())
 
     def column(self, name: str) -> Floats:
         """One column, by row; names and units are those of `_COLUMNS`. A view, not to be written to."""

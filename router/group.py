@@ -258,21 +258,11 @@ class ReplicaGroup:
         return route.sequences * self.fleet.expected_tokens(route.max_tokens)
 
     def _leased(self, key: str, load: LeasedLoad) -> None:
-        self.fleet.leased(
-            key,
-            sequences=load.sequences,
-            prefill_tokens=load.prefill_tokens,
-            prefill_pairs=load.prefill_pairs,
-            decode_tokens=load.decode_tokens,
-            now=self.clock(),
-        )
+        self.fleet.leased(key, load, self.clock())
 
     def _tokens_per_s(self) -> float | None:
         """Prompt tokens that the replicas compute: more than they serve, so it refuses nobody too early."""
-        rows = self.fleet.ready()
-        if not len(rows):
-            return None
-        return float((1e3 / self.fleet.column("a")[rows]).sum())
+        return self.fleet.prefill_tokens_per_s() or None
 
     def _settle_block_size(self) -> None:
         sizes = Counter(self._block_sizes.values())

@@ -79,10 +79,12 @@ class Lookaside:
                 attempt_id=attempt_id,
                 expires_at=time.time() + self._ticket_s,
             )
-        except ValueError:
+        except ValueError as error:
             placement.release()
-            scope.finished(Outcome())
-            raise
+            message = f"this attempt cannot be named in a ticket: {error}"
+            failure = KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
+            scope.finished(Outcome(error=failure))
+            raise failure from error
         timer = asyncio.get_running_loop().call_later(self._ticket_s, self._expire, attempt_id)
         self._attempts[attempt_id] = _Routed(job, placement, scope, timer)
         return inference_pb2.RouteResponse(

@@ -209,16 +209,26 @@ class InferenceService:
         scope = self._observer.request(
             facts(request, request_id, "text_completion"), context.invocation_metadata() or ()
         )
+        outcome: Outcome | None = None
         try:
             with self._place():
                 job = await self._intake.job(request, request_id, deadline, scope)
                 return await self._lookaside.route(job)
-        except BaseException as error:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            scope.finished(
-                Outcome(error=error if isinstance(error, KvorumError) else None, cancelled=cancelled)
-            )
+        except KvorumError as error:
+            outcome = Outcome(error=error)
             raise
+        except asyncio.CancelledError:
+            # The client hung up, or the answer's deadline passed.
+            late = loop_time() >= deadline
+            outcome = Outcome(error=deadline_exceeded(0)) if late else Outcome(cancelled=True)
+            raise
+        except Exception:
+            failure = _internal(request_id)
+            outcome = Outcome(error=failure)
+            raise failure from None
+        finally:
+            if outcome is not None:  # else the scope goes on until the client's report
+                scope.finished(outcome)
 
     async def _explain(
         self, request: inference_pb2.GenerateRequest, deadline: float

@@ -93,7 +93,7 @@ class VirtualRouter:
             payload=asked,
         )
         try:
-            displaced = self.queue.offer(item, now, predicted_tokens_per_s=self._tokens_per_s())
+            displaced = self.queue.offer(item, now, predicted_tokens_per_s=self.fleet.prefill_tokens_per_s())
         except KvorumError:
             self._refuse(asked)
             return
@@ -184,16 +184,5 @@ class VirtualRouter:
     def _expected(self, route: RouteRequest) -> float:
         return route.sequences * self.fleet.expected_tokens(route.max_tokens)
 
-    def _tokens_per_s(self) -> float:
-        rows = self.fleet.ready()
-        return float((1e3 / self.fleet.column("a")[rows]).sum())
-
     def _leased(self, key: str, load: LeasedLoad) -> None:
-        self.fleet.leased(
-            key,
-            sequences=load.sequences,
-            prefill_tokens=load.prefill_tokens,
-            prefill_pairs=load.prefill_pairs,
-            decode_tokens=load.decode_tokens,
-            now=self._clock(),
-        )
+        self.fleet.leased(key, load, self._clock())

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from fakes_cluster import FakeController, FakeReplica, Script
 from fakes_tokenizer import FakeTokenizer
 from opentelemetry.metrics import Meter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from protos import admin_pb2, common_pb2
+from protos.errors import KvorumError
 from router.blockhash import prompt_keys
 from router.client import KvorumClient
 from router.config import RouterConfig
 from router.group import ReplicaGroup
 from router.observe import Observer
 from router.server import RouterServer
+from router.tracing import TracingObserver
+from telemetry import spans
 
 
 async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
@@ -162,3 +169,43 @@ async def running_stack(
         for fake in fakes:
             await fake.die()
         await controller.stop()
+
+
+async def refused(work: Any) -> KvorumError:
+    with pytest.raises(KvorumError) as caught:
+        await work
+    return caught.value
+
+
+def started(client: KvorumClient, *args: Any, **fields: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(collected(client, *args, **fields))
+
+
+def small(name: str, sequences: int, script: Script) -> FakeReplica:
+    """A replica whose engine batches so many sequences."""
+    replica = FakeReplica(name, script=script)
+    replica.load.max_sequences = sequences
+    return replica
+
+
+class SpanRecorder:
+    """A tracing observer whose finished spans can be looked at."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.observer = TracingObserver(provider.get_tracer("test"))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def request(self) -> ReadableSpan:
+        (span,) = self.named(spans.ROUTER_REQUEST)
+        return span
+
+    def attributes(self, name: str) -> Mapping[str, Any]:
+        """Of the last span of that name."""
+        found = self.named(name)[-1].attributes
+        assert found is not None
+        return found

@@ -53,14 +53,7 @@ class FakeRouter:
         self.held: list[tuple[Lease, int]] = []
 
     def _leased(self, key: str, load: LeasedLoad) -> None:
-        self.fleet.leased(
-            key,
-            sequences=load.sequences,
-            prefill_tokens=load.prefill_tokens,
-            prefill_pairs=load.prefill_pairs,
-            decode_tokens=load.decode_tokens,
-            now=self.now,
-        )
+        self.fleet.leased(key, load, self.now)
 
     def report(self, row: int, sequences: float = 0, backlog: float = 0, pairs: float = 0) -> None:
         report = LoadReport(

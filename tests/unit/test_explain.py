@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import grpc
 import pytest
 from fakes_cluster import FakeReplica, Script
-from fakes_router import Stack, assert_nothing_leaked, collected, eventually, running_stack, warmed
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from fakes_router import (
+    SpanRecorder,
+    Stack,
+    assert_nothing_leaked,
+    collected,
+    eventually,
+    running_stack,
+    warmed,
+)
 
 from protos import admin_pb2
 from protos.errors import KvorumError
 from router.client import KvorumClient
-from router.tracing import TracingObserver
 from telemetry import spans
 
 PROMPT = list(range(100, 300))
@@ -166,24 +168,8 @@ async def test_router_state_shows_streams_leases_queues_and_each_replica() -> No
 # The route span
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.observer = TracingObserver(provider.get_tracer("test"))
-
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
-
-    def attributes(self, name: str) -> Mapping[str, Any]:
-        span = self.named(name)[-1]
-        assert span.attributes is not None
-        return span.attributes
-
-
 async def test_route_span_has_every_candidate_with_every_term_and_why() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(replicas=3, observer=record.observer) as stack:
         warmed(stack.replicas[1], PROMPT)
         await eventually(lambda: stack.view("r1").blocks == 12)
@@ -200,7 +186,7 @@ async def test_route_span_has_every_candidate_with_every_term_and_why() -> None:
 
 
 async def test_route_span_says_when_the_cache_of_the_chosen_one_is_not_known() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     liar = FakeReplica("liar")
     liar.edit_update = lambda update: setattr(update, "blocks_count", 5)
     async with running_stack(replicas=0, extra=[liar], observer=record.observer) as stack:
@@ -212,7 +198,7 @@ async def test_route_span_says_when_the_cache_of_the_chosen_one_is_not_known() -
 
 
 async def test_forward_span_has_the_prediction_beside_what_was_measured() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer, script=Script(cached_tokens=150)) as stack:
         warmed(stack.replicas[0], PROMPT)
         await eventually(lambda: stack.view("r0").blocks == 12)
@@ -225,7 +211,7 @@ async def test_forward_span_has_the_prediction_beside_what_was_measured() -> Non
 
 
 async def test_request_that_waited_has_its_wait_as_a_span_and_one_that_did_not_has_none() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     gate = asyncio.Event()
     replica = FakeReplica("r0", script=Script(gate=gate))
     replica.load.max_sequences = 1
@@ -239,7 +225,7 @@ async def test_request_that_waited_has_its_wait_as_a_span_and_one_that_did_not_h
 
 
 async def test_request_refused_in_the_queue_has_the_reason_on_its_wait() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     replica = FakeReplica("r0", script=Script(hang_after=0))
     replica.load.max_sequences = 1
     async with running_stack(replicas=0, extra=[replica], observer=record.observer) as stack:
@@ -253,7 +239,7 @@ async def test_request_refused_in_the_queue_has_the_reason_on_its_wait() -> None
 
 
 async def test_lookaside_attempt_is_one_trace_from_the_router_to_the_replica() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(token="t", observer=record.observer) as stack:
         async with KvorumClient(stack.address, lookaside=True) as client:
             await collected(client, [1], max_tokens=1)
@@ -266,7 +252,7 @@ async def test_lookaside_attempt_is_one_trace_from_the_router_to_the_replica() -
 
 
 async def test_prompt_text_is_in_no_span() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer) as stack:
         await collected(stack.client, "zebra zebra zebra", max_tokens=1, session="quagga")
     for span in record.exporter.get_finished_spans():

@@ -34,14 +34,7 @@ def fleet_of(count: int, **settings: float) -> Fleet:
 
 def leases_into(fleet: Fleet, clock: Clock) -> LeaseTable:
     def changed(key: str, load: LeasedLoad) -> None:
-        fleet.leased(
-            key,
-            sequences=load.sequences,
-            prefill_tokens=load.prefill_tokens,
-            prefill_pairs=load.prefill_pairs,
-            decode_tokens=load.decode_tokens,
-            now=clock(),
-        )
+        fleet.leased(key, load, clock())
 
     return LeaseTable(changed)
 
@@ -402,7 +395,6 @@ def test_room_ends_with_the_batch_or_with_the_queue() -> None:
     fleet.set_standing(0, usable=False)
     fleet.set_standing(2, usable=False)
     assert fleet.saturated(100.0)
-    assert 0 < fleet.predicted_wait_ms(100.0) <= 1.0
     assert fleet.room(100.1).tolist() == [False, False, False, True]
 
 
@@ -412,16 +404,16 @@ def test_room_ends_with_the_time_that_the_queue_takes_not_with_its_tokens() -> N
     fleet.report(1, report_of(*[500] * 16), 100.0)
     assert fleet.room(100.0).tolist() == [False, True]
     fleet.set_standing(1, usable=False)
-    assert fleet.predicted_wait_ms(100.0) == pytest.approx(1200)
+    assert fleet.room(101.19).tolist() == [False, False]
     assert fleet.room(101.21).tolist() == [True, False]
 
 
-def test_nothing_to_pick_means_no_room_and_no_end_of_waiting() -> None:
+def test_nothing_to_pick_means_no_room_and_no_speed() -> None:
     fleet = fleet_of(1)
-    assert fleet.predicted_wait_ms(100.0) == 0
+    assert fleet.prefill_tokens_per_s() > 0
     fleet.set_standing(0, usable=False)
     assert fleet.saturated(100.0)
-    assert fleet.predicted_wait_ms(100.0) == math.inf
+    assert fleet.prefill_tokens_per_s() == 0
 
 
 def test_expected_answer_follows_what_is_generated_and_what_is_allowed() -> None:

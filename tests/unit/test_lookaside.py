@@ -12,13 +12,14 @@ import grpc
 import grpc.aio
 import pytest
 from fakes_cluster import GENERATE, FakeReplica, Script
-from fakes_router import Stack, assert_nothing_leaked, collected, eventually, running_stack
+from fakes_router import SpanRecorder, Stack, assert_nothing_leaked, collected, eventually, running_stack
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, replica_pb2, tickets
 from protos.channels import open_channel
 from protos.errors import KvorumError, from_rpc_error
 from protos.tickets import TICKET_KEY
 from router.client import KvorumClient
+from telemetry import spans
 
 TOKEN = "cluster-secret"
 TIMES = common_pb2.EngineTimes(queue=0.001, prefill=0.002, decode=0.0)
@@ -266,10 +267,10 @@ async def test_report_of_an_attempt_that_nobody_knows_is_ignored() -> None:
         await assert_nothing_leaked(stack.server)
 
 
-async def test_failed_signature_leaves_no_lease_behind() -> None:
-    unsignable = FakeReplica("r" * 3000, token=TOKEN)
+async def test_failed_signature_leaves_no_lease_behind_and_its_spans_say_why() -> None:
+    unsignable, record = FakeReplica("r" * 3000, token=TOKEN), SpanRecorder()
     async with (
-        running_stack(token=TOKEN, replicas=0, extra=[unsignable]) as stack,
+        running_stack(token=TOKEN, replicas=0, extra=[unsignable], observer=record.observer) as stack,
         open_channel(stack.address) as channel,
     ):
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
@@ -277,6 +278,8 @@ async def test_failed_signature_leaves_no_lease_behind() -> None:
             await stub.Route(request(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         await assert_nothing_leaked(stack.server)
+    for name in (spans.ROUTER_REQUEST, spans.ROUTER_FORWARD):
+        assert record.attributes(name)[spans.ERROR_TYPE] == "INTERNAL"
 
 
 async def test_routed_streams_beyond_the_bound_are_refused_as_overloaded() -> None:

@@ -7,32 +7,14 @@ import asyncio
 import grpc
 import pytest
 from fakes_cluster import Script
-from fakes_router import eventually, running_stack
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from fakes_router import SpanRecorder, eventually, running_stack
+from opentelemetry.sdk.trace import ReadableSpan
 
 from protos import common_pb2
 from protos.errors import KvorumError
-from router.tracing import TracingObserver
 from telemetry import spans
 
 LOST = KvorumError(grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the engine died")
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.observer = TracingObserver(provider.get_tracer("test"))
-
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
-
-    def request(self) -> ReadableSpan:
-        (span,) = self.named(spans.ROUTER_REQUEST)
-        return span
 
 
 def parent_of(span: ReadableSpan) -> int:
@@ -41,7 +23,7 @@ def parent_of(span: ReadableSpan) -> int:
 
 
 async def test_request_span_has_the_children_of_a_request_in_one_trace() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer) as stack:
         messages = [m async for m in stack.client.generate("a bc", max_tokens=3, temperature=0.5)]
         replica_metadata = stack.replicas[0].seen[0].metadata
@@ -65,7 +47,7 @@ async def test_request_span_has_the_children_of_a_request_in_one_trace() -> None
 
 
 async def test_request_continues_the_trace_of_its_caller() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with running_stack(observer=record.observer) as stack:
         stream = stack.client.generate([1], max_tokens=1, metadata=(("traceparent", caller),))
@@ -76,7 +58,7 @@ async def test_request_continues_the_trace_of_its_caller() -> None:
 
 
 async def test_each_attempt_is_a_span_and_the_lost_one_has_its_error() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(replicas=2, observer=record.observer, policy="round-robin") as stack:
         stack.replicas[0].script = Script(error_at_start=LOST)
         for _ in range(2):
@@ -91,7 +73,7 @@ async def test_each_attempt_is_a_span_and_the_lost_one_has_its_error() -> None:
 
 
 async def test_cancelled_request_closes_its_spans() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer, script=Script(hang_after=1)) as stack:
         stream = stack.client.generate([1], max_tokens=5)
         await anext(stream)
@@ -115,7 +97,7 @@ async def test_cancelled_request_closes_its_spans() -> None:
 async def test_failed_request_closes_its_span_with_the_reason(
     script: Script, arguments: dict[str, object], error: str
 ) -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer, script=script) as stack:
         with pytest.raises(KvorumError):
             _ = [m async for m in stack.client.generate(**arguments)]  # type: ignore[arg-type]
@@ -125,7 +107,7 @@ async def test_failed_request_closes_its_span_with_the_reason(
 
 
 async def test_request_that_outlives_its_deadline_closes_its_span() -> None:
-    record = Recorder()
+    record = SpanRecorder()
     async with running_stack(observer=record.observer, script=Script(hang_after=1)) as stack:
         with pytest.raises(KvorumError):
             _ = [m async for m in stack.client.generate([1], max_tokens=5, timeout=0.2)]
