@@ -132,7 +132,6 @@ def explain(prompt: str, as_chat: bool, system: str | None, as_json: bool, **giv
 
     text = sys.stdin.read() if prompt == "-" else prompt
     target, request = _target_and_request(given)
-    request.pop("timeout")
     request |= _prompt(text, as_chat, system)
 
     async def run() -> Any:

@@ -158,14 +158,14 @@ class ControllerActor:
 
     def members(self) -> admin_pb2.Members:
         """What routers are told."""
-        members = admin_pb2.Members(version=self._version)
+        members, model = admin_pb2.Members(version=self._version), self._model()
         for record in (s.record for s in self._supervisors):
             members.members.add(
                 replica=record.name,
                 epoch=record.epoch,
                 address=record.info.address if record.info else "",
                 state=record.state,
-                model=self._model(),
+                model=model,
             )
         return members
 

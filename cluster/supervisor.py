@@ -210,8 +210,9 @@ class ReplicaSupervisor:
         }
         actor = self._actor = ray.remote(ReplicaActor).options(**options).remote(spec)
         start = asyncio.ensure_future(_awaited(actor.start.remote()))
+        limit_s = around.config.engine.start_timeout_s
         try:
-            async with asyncio.timeout(around.config.engine.start_timeout_s):
+            async with asyncio.timeout(limit_s) as limit:
                 await actor.phase.remote()
                 self._move(admin_pb2.LOADING)
                 while not start.done():
@@ -219,7 +220,8 @@ class ReplicaSupervisor:
                     await self._follow_phase(actor)
             record.info = start.result()
         except TimeoutError:
-            limit_s = around.config.engine.start_timeout_s
+            if not limit.expired():
+                raise  # the replica's own: Ray raises an actor's TimeoutError as one
             raise PlacementError(
                 f"not ready after {limit_s:.0f} s: raise --start-timeout-s if the machine is slow"
             ) from None

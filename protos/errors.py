@@ -18,6 +18,8 @@ from grpc_status import rpc_status
 from protos import common_pb2
 
 DOMAIN = "kvorum"
+GAVE_UP = "attempts"
+"""In an error's metadata: how many replicas a router tried in vain."""
 
 
 @dataclass(frozen=True)

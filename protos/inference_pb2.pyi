@@ -425,11 +425,14 @@ class ReportEndRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     ttft_s: _builtins.float
     """as the client measured it; absent: no token came"""
     lost: _builtins.bool
     """the replica could not be reached, or broke the stream"""
+    finished: _builtins.bool
+    """every sequence ended; neither: cancelled, or refused by the replica"""
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
     @_builtins.property
@@ -442,10 +445,11 @@ class ReportEndRequest(_message.Message):
         usage: _common_pb2.Usage | None = ...,
         times: _common_pb2.EngineTimes | None = ...,
         lost: _builtins.bool = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "lost", b"lost", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "finished", b"finished", "lost", b"lost", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015

@@ -8,15 +8,13 @@ index entry is either right or gone.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protos import replica_pb2
+from protos.blockkeys import Keys
 from router.index import BlockIndex
 from router.replica_view import DesyncError
 
 TIERS = len(replica_pb2.Tier.values())
-
-Keys = NDArray[np.uint64]
 
 
 class BlockView:

@@ -22,7 +22,7 @@ import grpc.aio
 
 from protos import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from protos.channels import ClientTls, bearer, open_channel
-from protos.errors import KvorumError, from_rpc_error
+from protos.errors import GAVE_UP, KvorumError, from_rpc_error
 from router.client_request import Message, chat_prompt, generate_request
 from router.lookaside_client import LookasideStreams
 
@@ -95,11 +95,16 @@ class KvorumClient:
                 yield message
 
     async def explain(
-        self, prompt: str | Sequence[int] | None = None, **fields: Any
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        timeout: float = _UNARY_TIMEOUT_S,
+        **fields: Any,
     ) -> inference_pb2.ExplainResponse:
         """Which replica would serve this request now, and every term of every candidate; nothing runs."""
         request = generate_request(prompt, **fields)
-        response: inference_pb2.ExplainResponse = await self._unary(lambda stub: stub.Explain, request)
+        answer = await self._unary(lambda stub: stub.Explain, request, timeout)
+        response: inference_pb2.ExplainResponse = answer
         return response
 
     async def router_states(self) -> dict[str, admin_pb2.RouterState | KvorumError]:
@@ -164,7 +169,8 @@ class KvorumClient:
                     yield message
             except grpc.aio.AioRpcError as failure:
                 last = from_rpc_error(failure)
-                if started or last.code not in _ELSEWHERE:
+                # A router that gave up has tried the replicas that another one would try.
+                if started or last.code not in _ELSEWHERE or GAVE_UP in last.metadata:
                     raise last from None
             else:
                 return

@@ -149,7 +149,7 @@ class Decider:
         if not len(rows):
             return None
         if keys is None:
-            keys = self._keys(request)
+            keys = self.keys(request)
         considered = self._consider(request, keys, rows, now)
         view = considered.view
         at = self.policy.choose(view, request)
@@ -166,13 +166,14 @@ class Decider:
 
     def explain(self, request: RouteRequest, now: float) -> Explanation:
         """What would be decided now, with every joined replica; those not picked from say why."""
-        decision = self.decide(request, now)
+        keys = self.keys(request)
+        decision = self.decide(request, now, keys=keys)
         listed = decision.candidates() if decision is not None else []
         seen = set() if decision is None else set(decision.considered.view.rows.tolist())
         rest = [row for row, m in enumerate(self.fleet.members) if m is not None and row not in seen]
         if rest:
             rows = np.array(rest, np.int64)
-            listed += _candidates(self._consider(request, self._keys(request), rows, now), None)
+            listed += _candidates(self._consider(request, keys, rows, now), None)
         return Explanation(decision, sorted(listed, key=lambda candidate: candidate.replica))
 
     def _without(self, rows: Ints, exclude: Collection[str]) -> Ints:
@@ -182,7 +183,8 @@ class Decider:
         sound = [row for row, member in left if not member.suspect]
         return np.array(sound or [row for row, _ in left], np.int64)
 
-    def _keys(self, request: RouteRequest) -> npt.NDArray[np.uint64]:
+    def keys(self, request: RouteRequest) -> npt.NDArray[np.uint64]:
+        """Of the prompt's full blocks; none while the block size is unknown."""
         if self.fleet.block_size <= 0:
             return _NO_KEYS
         tokens = np.asarray(request.prompt_token_ids, np.int32)

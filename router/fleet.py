@@ -63,7 +63,7 @@ _COLUMNS = (
     "backlog",  # prompt tokens, estimated over all routers at `backlog_at`
     "backlog_pairs",
     "backlog_at",  # s
-    "young_prefill",  # prompt tokens leased within `_UNREPORTED_S` before `young_at`
+    "young_prefill",  # prompt tokens leased of late, at `young_at`: older ones fade over `_UNREPORTED_S`
     "young_pairs",
     "young_at",  # s
     "t0",  # ms; this and the following: `router.speeds.Coefficients`
@@ -261,9 +261,9 @@ class Fleet:
         column[_BACKLOG] = column[_BACKLOG] * kept + tokens * self.routers
         column[_BACKLOG_PAIRS] = column[_BACKLOG_PAIRS] * kept + pairs * self.routers
         column[_BACKLOG_AT] = now
-        young = now - column[_YOUNG_AT] <= _UNREPORTED_S
-        column[_YOUNG] = tokens + (column[_YOUNG] if young else 0.0)
-        column[_YOUNG_PAIRS] = pairs + (column[_YOUNG_PAIRS] if young else 0.0)
+        young = math.exp(-max(now - column[_YOUNG_AT], 0.0) / _UNREPORTED_S)
+        column[_YOUNG] = tokens + column[_YOUNG] * young
+        column[_YOUNG_PAIRS] = pairs + column[_YOUNG_PAIRS] * young
         column[_YOUNG_AT] = now
 
     def begin(self, row: int, key: str, keys: npt.NDArray[np.uint64]) -> int:

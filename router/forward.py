@@ -150,6 +150,10 @@ class _Attempt:
                 raise
             # Its call was, with the replica's channel, and not this task: raised on, it would end nothing.
             error = _withdrawn(placement.decision)
+        except Exception as failure:
+            message = f"forwarding failed: {type(failure).__name__}"
+            error = KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
+            raise
         finally:
             if call is not None:
                 call.cancel()  # frees the engine's blocks when this ends early; else does nothing

@@ -17,7 +17,8 @@ import grpc
 import grpc.aio
 
 from protos import common_pb2
-from protos.errors import KvorumError
+from protos.blockkeys import Keys
+from protos.errors import GAVE_UP, KvorumError
 from router.admission import AdmissionQueue, Item, ServiceClass
 from router.config import RouterConfig
 from router.cost import CostSettings
@@ -194,8 +195,9 @@ class ReplicaGroup:
             priority=route.priority,
             narrow=bool(exclude),
         )
+        prompt = _Prompt(self.decider, route)
         admitted = await self.turnstile.admit(
-            item, lambda: self._try_place(route, exclude, lost), ttft_s=self._ttft_s(route)
+            item, lambda: self._try_place(prompt, exclude, lost), ttft_s=self._ttft_s(prompt)
         )
         placement = admitted.placement
         placement.waited_s = admitted.waited_s
@@ -222,15 +224,16 @@ class ReplicaGroup:
         for key in self._links:
             self.gather.let_go(key)
 
-    def _try_place(self, route: RouteRequest, exclude: Collection[str], lost: str) -> Placement | None:
-        now, started_ns = self.clock(), time.time_ns()
+    def _try_place(self, prompt: _Prompt, exclude: Collection[str], lost: str) -> Placement | None:
+        now, started_ns, route = self.clock(), time.time_ns(), prompt.route
         if self.fleet.saturated(now):
             return None
-        decision = self.decider.decide(route, now, exclude=exclude)
+        decision = self.decider.decide(route, now, exclude=exclude, keys=prompt.keys())
         if decision is None:
             if exclude and len(self.fleet.ready()):
                 raise gave_up(len(exclude), lost)
             return None
+        link = self._links[decision.key]
         lease = self.leases.take(
             decision.key,
             prefill_tokens=decision.uncached_tokens,
@@ -241,17 +244,17 @@ class ReplicaGroup:
         return Placement(
             self,
             decision,
-            self._links[decision.key],
+            link,
             lease,
             started_ns=started_ns,
             decided_in_s=self.clock() - now,
         )
 
-    def _ttft_s(self, route: RouteRequest) -> float:
+    def _ttft_s(self, prompt: _Prompt) -> float:
         """Predicted time to first token once placed; 0 where it is not asked for, as nobody waits."""
         if not len(self.turnstile):
             return 0.0
-        decision = self.decider.decide(route, self.clock())
+        decision = self.decider.decide(prompt.route, self.clock(), keys=prompt.keys())
         return decision.service_ms / 1e3 if decision is not None else 0.0
 
     def _expected(self, route: RouteRequest) -> float:
@@ -276,6 +279,24 @@ class ReplicaGroup:
                 link.resync()
 
 
+class _Prompt:
+    """A request that may be tried many times and hashed once, or again when the block size has changed."""
+
+    __slots__ = ("_block_size", "_decider", "_keys", "route")
+
+    def __init__(self, decider: Decider, route: RouteRequest) -> None:
+        self._decider, self.route = decider, route
+        self._block_size = decider.fleet.block_size
+        self._keys = decider.keys(route)
+
+    def keys(self) -> Keys:
+        """Of its full blocks."""
+        size = self._decider.fleet.block_size
+        if size != self._block_size:
+            self._block_size, self._keys = size, self._decider.keys(self.route)
+        return self._keys
+
+
 def gave_up(attempts: int, lost: str) -> KvorumError:
     """Every replica that was tried was lost before the first token."""
     return KvorumError(
@@ -283,6 +304,7 @@ def gave_up(attempts: int, lost: str) -> KvorumError:
         common_pb2.REPLICA_LOST,
         f"gave up after {attempts} attempt(s); {lost}",
         retry_after_s=_COME_BACK_S,
+        metadata={GAVE_UP: str(attempts)},
     )
 
 

@@ -30,7 +30,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from router.keytable import Ids, Keys, KeyTable
+from protos.blockkeys import Keys
+from router.keytable import Ids, KeyTable
 
 _FEW: Final = 48  # keys; below, a loop in Python beats the fixed costs of NumPy
 

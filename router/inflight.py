@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
+from protos.blockkeys import Keys
 
-Keys = npt.NDArray[np.uint64]
 _SEEN = 4  # depths tried before bisection
 
 

@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-Keys = npt.NDArray[np.uint64]
+from protos.blockkeys import Keys
+
 Ids = npt.NDArray[np.intp]
 
 _MASK: Final = (1 << 64) - 1

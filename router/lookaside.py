@@ -69,8 +69,8 @@ class Lookaside:
             self._placing -= 1
         decision, attempt_id = placement.decision, uuid.uuid4().hex
         scope = job.scope.attempt(decision, 1)
-        request = job.replica_request(placement, attempt_id)
         try:
+            request = job.replica_request(placement, attempt_id)
             ticket = tickets.sign(
                 self._secret,
                 request,
@@ -79,9 +79,9 @@ class Lookaside:
                 attempt_id=attempt_id,
                 expires_at=time.time() + self._ticket_s,
             )
-        except ValueError as error:
+        except Exception as error:
             placement.release()
-            message = f"this attempt cannot be named in a ticket: {error}"
+            message = f"no ticket can be made for this attempt: {error}"
             failure = KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
             scope.finished(Outcome(error=failure))
             raise failure from error
@@ -112,6 +112,7 @@ class Lookaside:
             generated_tokens=max(end.usage.completion_tokens, 0),
             first_token_s=ttft_s if sane else None,
         )
+        outcome.cancelled = not (end.finished or end.lost)
         if end.lost:
             routed.placement.link.doubt()
             outcome.error = KvorumError(

@@ -24,6 +24,7 @@ from protos.tickets import TICKET_KEY
 
 GENERATE = "/kvorum.v1.Replica/Generate"
 
+_LOSS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _MOST_IDLE = 64
 _ATTEMPTS = 2
 
@@ -71,11 +72,16 @@ class LookasideStreams:
                         yield message
             except (grpc.aio.AioRpcError, KvorumError) as failure:
                 last = failure if isinstance(failure, KvorumError) else from_rpc_error(failure)
-                end.lost = last.code is grpc.StatusCode.UNAVAILABLE
+                end.lost = last.code in _LOSS
                 # A replica that has restarted since knows nothing of the ticket; another route may help.
-                if end.HasField("ttft_s") or not (end.lost or last.reason == common_pb2.TICKET_INVALID):
+                # A constraint that brings a replica down must not be tried on the next one.
+                again = last.reason == common_pb2.TICKET_INVALID or (
+                    end.lost and not request.sampling.HasField("structured")
+                )
+                if end.HasField("ttft_s") or not again:
                     raise last from None
             else:
+                end.finished = True
                 return
             finally:
                 await self._tell(router, end)

@@ -177,11 +177,11 @@ class Membership:
             raise _not_ready(message)
         return found
 
-    def no_replica(self, model: str, tried: str = "") -> KvorumError:
+    def no_replica(self, model: str) -> KvorumError:
         """The error for a request that nothing can serve now."""
         ready, known = self.counts(model)
         message = f"no replica of model '{model}' can take requests now ({ready} of {known} ready)"
-        return _not_ready(f"{message}{'; ' + tried if tried else ''}; try again")
+        return _not_ready(f"{message}; try again")
 
     def _info(self, name: str) -> common_pb2.ModelInfo:
         """A live replica's own word where there is one."""

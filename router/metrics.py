@@ -24,10 +24,13 @@ _WAIT_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class RouterMetrics:
-    """Counts what happens to requests; gauges read `state` when they are collected."""
+    """Counts what happens to requests; gauges show the state that was last `read`.
 
-    def __init__(self, meter: Meter, state: Callable[[], admin_pb2.RouterState]) -> None:
-        self._state = state
+    They are collected in threads of the exporter, which must not look into what the event loop changes.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._state = admin_pb2.RouterState()
         self._decision = meter.create_histogram(
             "kvorum.router.decision.duration",
             "s",
@@ -67,6 +70,10 @@ class RouterMetrics:
         ):
             meter.create_observable_gauge(name, [self._reading(read)], unit, about)
 
+    def read(self, state: admin_pb2.RouterState) -> None:
+        """What gauges show from now on; `state` must not change any more."""
+        self._state = state
+
     def placed(self, placement: Placement) -> None:
         """A request found its place."""
         self._decision.record(placement.decided_in_s)
@@ -90,7 +97,7 @@ class RouterMetrics:
     def _reading(
         self, read: Callable[[admin_pb2.RouterState], Iterable[Observation]]
     ) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda _options: read(self._state())
+        return lambda _options: read(self._state)
 
 
 def _lengths(state: admin_pb2.RouterState) -> Iterable[Observation]:

@@ -25,6 +25,7 @@ from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_GAUGES_S = 1.0
 _LAST_BYTES_S = 1.0
 """For the statuses of aborted streams to leave."""
 
@@ -51,8 +52,10 @@ class RouterServer:
         )
         self._lookaside = Lookaside(cluster_token, ticket_s=config.ticket_s, most=config.max_streams)
         observer = observer or SilentObserver()
+        self._metrics: RouterMetrics | None = None
         if meter is not None:
-            observer = MeasuringObserver(observer, RouterMetrics(meter, self.state))
+            self._metrics = RouterMetrics(meter)
+            observer = MeasuringObserver(observer, self._metrics)
         self._service = InferenceService(config, self.members, self._lookaside, observer)
         self._admin = RouterAdminService(config.policy, self.members, lambda: self.in_flight)
         self._health = health.aio.HealthServicer()
@@ -92,6 +95,8 @@ class RouterServer:
         await self.members.start()
         await server.start()
         self._tasks.spawn("publish health", self._follow_health())
+        if self._metrics is not None:
+            self._tasks.spawn("refresh the gauges", self._refresh_gauges(self._metrics))
         self._server = server
         address = f"{self._config.host}:{port}"
         log.info("router listens on %s, policy %s", address, self._config.policy)
@@ -123,6 +128,11 @@ class RouterServer:
             await self._changed.wait()
             self._changed.clear()
             await self._publish_health()
+
+    async def _refresh_gauges(self, metrics: RouterMetrics) -> None:
+        while True:
+            metrics.read(self.state())
+            await asyncio.sleep(_GAUGES_S)
 
     async def _publish_health(self) -> None:
         status = health_pb2.HealthCheckResponse

@@ -234,8 +234,9 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, deadline: float
     ) -> inference_pb2.ExplainResponse:
         scope = SilentObserver().request(facts(request, "", "text_completion"), ())
-        job = await self._intake.job(request, "", deadline, scope)
-        return explained(job.group, job.wanted.route)
+        with self._place():
+            job = await self._intake.job(request, "", deadline, scope)
+            return explained(job.group, job.wanted.route)
 
     @contextmanager
     def _place(self) -> Iterator[None]:

@@ -48,6 +48,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import numpy.typing as npt
 
+from router.cost import attention_pairs
 from router.robust_fit import fit, weighted_median
 
 Floats = npt.NDArray[np.float64]
@@ -57,6 +58,7 @@ _WINDOW = 64  # outcomes per replica
 _EAGER = 16  # so many are fitted one by one, later ones some at a time ...
 _REFIT_S = 5.0  # ... or when the fit is this old
 _PRIOR_MS_PER_TOKEN = 0.2
+_LEAST_SHARE = 0.1  # of the usual proportions, for a coefficient taken from another replica
 _LEAST_MS = 1e-3  # of a prefill: finer than any engine's clock
 _MOST_MS = 3_600_000.0
 _MOST_TOKENS = 1 << 31
@@ -253,7 +255,9 @@ class _Learner:
         if fastest == self._adopted:
             return
         self._adopted = fastest
-        self._prior = self._theta = np.array(astuple(fastest)[:4])
+        # The fit scales its prior, so a 0 in it could never be unlearned.
+        least = _LEAST_SHARE * _prior(max(fastest.a, _LEAST_MS), 0.0)
+        self._prior = self._theta = np.maximum(np.array(astuple(fastest)[:4]), least)
         if self._count:
             self._fit(now)
         else:
@@ -378,7 +382,7 @@ def _row(outcome: Outcome) -> Row:
     u, c = float(outcome.uncached), float(outcome.cached)
     beyond = max(outcome.ttft_ms - outcome.queue_ms - outcome.prefill_ms, 0.0)
     prefill = max(outcome.prefill_ms, _LEAST_MS)
-    return 1.0, u, u * (c + u * 0.5), outcome.steps * outcome.running, prefill, beyond
+    return 1.0, u, attention_pairs(u, c), outcome.steps * outcome.running, prefill, beyond
 
 
 def _prefill_ms(speed: Coefficients, row: Row) -> float:

@@ -2,7 +2,7 @@
 
 kvorum.router.request            below the caller's span, or a root
 ├─ kvorum.router.tokenize
-├─ kvorum.router.admit            only when it had to wait
+├─ kvorum.router.admit            only when it had to wait, or was refused
 ├─ kvorum.router.route            every candidate with every term of its cost
 └─ kvorum.router.forward         one per attempt; its context goes to the replica
 """
@@ -143,7 +143,7 @@ def _end(span: Span, outcome: Outcome) -> None:
     if outcome.error is not None:
         spans.finish(span, common_pb2.Reason.Name(outcome.error.reason), outcome.error.message)
     elif outcome.cancelled:
-        spans.finish(span, "cancelled", "the client went away")
+        spans.finish(span, "cancelled", "the client left, its deadline passed, or the router stops")
     else:
         spans.finish(span)
 

@@ -14,9 +14,12 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
+from telemetry.otlp import Protocol, target_from_environment
+
 logger = logging.getLogger(__name__)
 
-_SCOPE = "kvorum"
+SCOPE = "kvorum"
+_LEAST_S = 0.1
 
 
 class Meters:
@@ -28,13 +31,13 @@ class Meters:
     @classmethod
     def silent(cls) -> Self:
         """Records nothing."""
-        return cls(NoOpMeter(_SCOPE))
+        return cls(NoOpMeter(SCOPE))
 
     @classmethod
     def to(cls, reader: MetricReader, resource: Resource) -> Self:
         """Read by `reader`."""
         provider = MeterProvider([reader], resource, shutdown_on_exit=False)
-        return cls(provider.get_meter(_SCOPE), provider)
+        return cls(provider.get_meter(SCOPE), provider)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], resource: Resource) -> Self:
@@ -42,29 +45,29 @@ class Meters:
 
         A value that cannot be honoured is logged, and means no collector.
         """
-        asked = env.get("OTEL_METRICS_EXPORTER", "").strip().lower()
-        endpoint = env.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        if asked not in ("", "otlp") or not (endpoint or asked):
-            if asked not in ("", "none"):
-                logger.warning("OTEL_METRICS_EXPORTER=%s is not supported: use otlp or none", asked)
+        target = target_from_environment(env, "METRICS")
+        if target is None:
             return cls.silent()
         try:
-            return cls.to(PeriodicExportingMetricReader(_exporter(env)), resource)
+            return cls.to(PeriodicExportingMetricReader(_exporter(target.protocol)), resource)
         except Exception as error:  # the library has no common error for malformed OTEL_* values
-            logger.warning("cannot send metrics, check OTEL_EXPORTER_OTLP_*: %s", error)
+            logger.warning("cannot send metrics to %s, check OTEL_EXPORTER_OTLP_*: %s", target, error)
             return cls.silent()
 
     def shutdown(self, timeout_s: float) -> None:
-        """Export once more, then stop. Blocks for at most about `timeout_s`. Idempotent."""
+        """Export once more, then stop. Blocks for at most about `timeout_s`; never raises. Idempotent."""
         provider, self._provider = self._provider, None
-        if provider is not None:
-            provider.shutdown(timeout_millis=timeout_s * 1e3)
+        if provider is None:
+            return
+        try:
+            provider.shutdown(timeout_millis=max(timeout_s, _LEAST_S) * 1e3)
+        except Exception as error:  # what the library raises when a reader is too late
+            logger.warning("the last metrics were not sent: %s", error)
 
 
-def _exporter(env: Mapping[str, str]) -> MetricExporter:
-    protocol = env.get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+def _exporter(protocol: Protocol) -> MetricExporter:
     # Imported here: 0.1 s that a process without a collector need not spend.
-    if (protocol or "grpc") == "grpc":
+    if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
             OTLPMetricExporter as GrpcExporter,
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Protocol = Literal["grpc", "http/protobuf"]
+Signal = Literal["TRACES", "METRICS"]
 
 # They log every retry of every batch; the reason is kept and reported once a minute instead.
 _CHATTY_LOGGERS = (
@@ -49,28 +50,29 @@ def sdk_is_disabled(env: Mapping[str, str]) -> bool:
 
 def traces_are_off(env: Mapping[str, str]) -> bool:
     """OTEL_TRACES_EXPORTER=none."""
-    return _exporters(env) == {"none"}
+    return _exporters(env, "TRACES") == {"none"}
 
 
-def target_from_environment(env: Mapping[str, str]) -> OtlpTarget | None:
-    """The collector that OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_* name, if they name one.
+def target_from_environment(env: Mapping[str, str], signal: Signal = "TRACES") -> OtlpTarget | None:
+    """The collector that OTEL_{signal}_EXPORTER and OTEL_EXPORTER_OTLP_* name, if they name one.
 
-    A value that cannot be honoured is logged and means no collector: tracing must not stop serving.
+    A value that cannot be honoured is logged and means no collector: telemetry must not stop serving.
     """
-    exporters, endpoint = _exporters(env), _either(env, "ENDPOINT")
-    if traces_are_off(env) or ("otlp" not in exporters and not (endpoint and not exporters)):
+    exporters, endpoint = _exporters(env, signal), _either(env, signal, "ENDPOINT")
+    if exporters == {"none"} or ("otlp" not in exporters and not (endpoint and not exporters)):
         for name in sorted(exporters - {"otlp", "none"}):
-            logger.warning("OTEL_TRACES_EXPORTER=%s is not supported: use otlp or none", name)
+            logger.warning("OTEL_%s_EXPORTER=%s is not supported: use otlp or none", signal, name)
         return None
-    protocol = _either(env, "PROTOCOL") or "grpc"
+    protocol = _either(env, signal, "PROTOCOL") or "grpc"
     if protocol == "grpc":
         return OtlpTarget("grpc", _without_credentials(endpoint or "http://localhost:4317"))
     if protocol == "http/protobuf":
         return OtlpTarget("http/protobuf", _without_credentials(endpoint or "http://localhost:4318"))
     logger.warning(
-        "OTEL_EXPORTER_OTLP_PROTOCOL=%s is not supported: use %s; no spans are sent",
+        "OTEL_EXPORTER_OTLP_PROTOCOL=%s is not supported: use %s; no %s are sent",
         protocol,
         " or ".join(get_args(Protocol)),
+        "spans" if signal == "TRACES" else "metrics",
     )
     return None
 
@@ -140,13 +142,14 @@ def _get(env: Mapping[str, str], name: str) -> str:
     return env.get(name, "").strip()
 
 
-def _either(env: Mapping[str, str], suffix: str) -> str:
-    """The variable for traces, or the one for all signals; empty means unset."""
-    return _get(env, f"OTEL_EXPORTER_OTLP_TRACES_{suffix}") or _get(env, f"OTEL_EXPORTER_OTLP_{suffix}")
+def _either(env: Mapping[str, str], signal: Signal, suffix: str) -> str:
+    """The variable for one signal, or the one for all; empty means unset."""
+    return _get(env, f"OTEL_EXPORTER_OTLP_{signal}_{suffix}") or _get(env, f"OTEL_EXPORTER_OTLP_{suffix}")
 
 
-def _exporters(env: Mapping[str, str]) -> set[str]:
-    return {name.strip().lower() for name in _get(env, "OTEL_TRACES_EXPORTER").split(",") if name.strip()}
+def _exporters(env: Mapping[str, str], signal: Signal) -> set[str]:
+    listed = _get(env, f"OTEL_{signal}_EXPORTER").split(",")
+    return {name.strip().lower() for name in listed if name.strip()}
 
 
 def _without_credentials(endpoint: str) -> str:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from telemetry.config import TelemetryConfig
-from telemetry.metrics import Meters
+from telemetry.metrics import SCOPE, Meters
 from telemetry.otlp import (
     OtlpSpanExporter,
     OtlpTarget,
@@ -31,7 +31,6 @@ from telemetry.store import SpanStore, StoreSpanExporter, default_store_path
 
 logger = logging.getLogger(__name__)
 
-SCOPE = "kvorum"
 EXIT_FLUSH_S = 2.0
 
 STORE = "store"
@@ -39,7 +38,7 @@ OTLP = "otlp"
 
 
 class Telemetry:
-    """The tracing of this process. Hold it and pass it on: nothing looks it up globally."""
+    """The tracing and the metrics of this process. Hold it and pass it on: nothing looks it up globally."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Telemetry:
         self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
         self.meters = meters
         self._pipes = dict(pipes)
-        if self._pipes:
+        if provider is not None:
             atexit.register(self.shutdown)
 
     def counts(self) -> dict[str, PipeCounts]:
@@ -77,11 +76,12 @@ class Telemetry:
 
         Runs at exit by itself, but not on SIGTERM: a server's drain has to call it. Blocks.
         """
+        deadline = time.monotonic() + timeout_s
         atexit.unregister(self.shutdown)
         self.flush(timeout_s)
         for pipe in self._pipes.values():
             pipe.shutdown(0)
-        self.meters.shutdown(timeout_s)
+        self.meters.shutdown(max(deadline - time.monotonic(), 0.0))
 
 
 def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry:
@@ -98,12 +98,13 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
     """
     if not config.enabled or sdk_is_disabled(os.environ):
         return Telemetry(config, None, {}, Meters.silent())
+    resource = _resource(service, instance)
     provider = TracerProvider(
         # None: the SDK reads OTEL_TRACES_SAMPLER itself.
         sampler=None
         if os.environ.get("OTEL_TRACES_SAMPLER")
         else ParentBased(TraceIdRatioBased(config.sample_ratio)),
-        resource=_resource(service, instance),
+        resource=resource,
         shutdown_on_exit=False,
         id_generator=_OsRandomIds(),
         span_limits=SpanLimits(max_attribute_length=config.max_attribute_chars),
@@ -119,9 +120,7 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
         provider.add_span_processor(pipe)
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         trace.set_tracer_provider(provider)
-    return Telemetry(
-        config, provider, pipes, Meters.from_environment(os.environ, _resource(service, instance))
-    )
+    return Telemetry(config, provider, pipes, Meters.from_environment(os.environ, resource))
 
 
 def open_store(config: TelemetryConfig) -> SpanStore:

@@ -50,7 +50,7 @@ class Accepted:
             block_size: tokens of one key.
             expected_cached_tokens: used when there are no keys.
         """
-        held = Acceptance(self, prompt_tokens, keys, block_size, expected_cached_tokens)
+        held = Acceptance(self._prefilling, prompt_tokens, keys, block_size, expected_cached_tokens)
         self.sequences += sequences
         self._prefilling.add(held)
         try:
@@ -71,20 +71,21 @@ class Accepted:
             pairs += left.pairs
         return Backlog(tokens, pairs)
 
-    def first_token(self, held: Acceptance) -> None:
-        """Its prefill is over; safe to call again."""
-        self._prefilling.discard(held)
-
 
 class Acceptance:
     """One request's part of the backlog."""
 
-    __slots__ = ("_block_size", "_done", "_expected", "_keys", "_owner", "_prompt")
+    __slots__ = ("_block_size", "_done", "_expected", "_keys", "_prefilling", "_prompt")
 
     def __init__(
-        self, owner: Accepted, prompt: int, keys: Sequence[int], block_size: int, expected: int
+        self,
+        prefilling: set[Acceptance],
+        prompt: int,
+        keys: Sequence[int],
+        block_size: int,
+        expected: int,
     ) -> None:
-        self._owner = owner
+        self._prefilling = prefilling
         self._prompt = prompt
         self._keys = keys
         self._block_size = block_size
@@ -93,7 +94,7 @@ class Acceptance:
 
     def first_token(self) -> None:
         """Its prefill is over; safe to call again."""
-        self._owner.first_token(self)
+        self._prefilling.discard(self)
 
     def remaining(self, prefix: Prefix) -> Backlog:
         """What is still to compute of it now."""

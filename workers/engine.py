@@ -131,10 +131,7 @@ class Engine:
         await self._warm("plain", [1] * length, plain)
         await self._warm("sampled", [1] * min(longest, 16), sampled)
         while not self.resident.degraded and self._events is not None:
-            try:
-                await self._events.catch_up()
-            except TimeoutError:
-                self.resident.lost_events("the engine's publisher of KV events does not answer")
+            await self._events.check()
             if self.resident.block_size or length == longest:
                 break
             length = min(longest, 4 * length)  # a hybrid model's blocks are larger than configured
@@ -150,9 +147,13 @@ class Engine:
         wire = replica_pb2.ReplicaGenerateRequest(
             request_id=f"warm-up-{name}", prompt_token_ids=prompt, sampling=sampling
         )
-        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
-            async for _ in self.generate(wire):
-                pass
+        try:
+            async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+                async for _ in self.generate(wire):
+                    pass
+        except TimeoutError:
+            message = f"the warm-up request {name!r} was not answered in {_WARM_UP_TIMEOUT_S:.0f} s"
+            raise TimeoutError(message) from None
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the engine's prefix cache and the resident set; False, and no change, while it is in use."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from protos import common_pb2, replica_pb2
-from workers.journal import Journal, Keys, Sum, TierChange
+from protos.blockkeys import Keys
+from workers.journal import Journal, Sum, TierChange
 from workers.resident import ResidentBlocks
 
 HEARTBEAT_S = 1.0

@@ -9,9 +9,8 @@ from functools import reduce
 from operator import xor
 
 import numpy as np
-from numpy.typing import NDArray
 
-Keys = NDArray[np.uint64]
+from protos.blockkeys import Keys
 
 _LIMIT = 262_144
 """Changes kept for watchers that lag; one that lags further is better served with a snapshot."""

@@ -126,7 +126,7 @@ class KvEvents:
             if self._resident.can_mend:
                 await self._try_to_mend()
             elif self._unchecked:
-                await self._check()
+                await self.check()
             return
         frames = await self._events.recv_multipart()
         self._unchecked = True
@@ -139,8 +139,8 @@ class KvEvents:
         except Exception as error:
             log.warning("the engine's prefix cache could not be reset: %s", error)
 
-    async def _check(self) -> None:
-        """After a burst: was the last batch of it lost, and does the publisher still live?"""
+    async def check(self) -> None:
+        """`catch_up`, to find a lost last batch; a publisher that does not answer is a loss."""
         try:
             await self.catch_up()
         except TimeoutError:
@@ -154,11 +154,14 @@ class KvEvents:
         except TimeoutError:
             log.warning("the replay of KV events from batch %d timed out", first)
         if self._order.missing:
-            lost, ready = self._order.give_up()
-            self._lost(
-                f"{lost} batches of KV events from number {self._order.next - len(ready) - lost} are lost"
-            )
-            self._apply(ready)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Go on without the missing batches."""
+        first = self._order.next
+        lost, ready = self._order.give_up()
+        self._lost(f"{lost} batches of KV events from number {first} are lost")
+        self._apply(ready)
 
     async def _ask_again(self) -> bool:
         """One replay request. Whether it brought something new and something is still missing.
@@ -182,9 +185,7 @@ class KvEvents:
             return
         self._apply(self._order.take(int.from_bytes(frames[1], "big"), frames[2]))
         if self._order.overfull:
-            lost, ready = self._order.give_up()
-            self._lost(f"{lost} batches of KV events are lost")
-            self._apply(ready)
+            self._give_up()
 
     def _apply(self, batches: list[bytes]) -> None:
         for payload in batches:
@@ -196,6 +197,6 @@ class KvEvents:
             self._changed()
 
     def _lost(self, what: str) -> None:
-        log.warning("%s: the resident set starts from nothing", what)
+        log.warning("%s: the resident set starts from nothing (%s)", what, self._resident.counters)
         self._resident.lost_events(what)
         self._changed()

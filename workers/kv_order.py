@@ -20,7 +20,6 @@ class InOrder:
 
     def __init__(self) -> None:
         self.next = 0
-        self.repeated = 0
         self._waiting: dict[int, bytes] = {}
 
     @property
@@ -36,7 +35,6 @@ class InOrder:
     def take(self, number: int, payload: bytes) -> list[bytes]:
         """The batches that this one makes ready."""
         if number < self.next or number in self._waiting:
-            self.repeated += 1
             return []
         self._waiting[number] = payload
         return self._ready()

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos import blockkeys
+from protos.blockkeys import Keys
 from workers.kv_messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash, cache_salt
 
 DEVICE, HOST, STORAGE = 0, 1, 2
@@ -31,8 +32,6 @@ DEVICE, HOST, STORAGE = 0, 1, 2
 
 _TIERS = {None: DEVICE, "GPU": DEVICE, "CPU": HOST, "STORAGE": STORAGE}
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
-
-Keys = NDArray[np.uint64]
 
 
 class Changes(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -32,7 +33,7 @@ def fleet_of(count: int, **settings: float) -> Fleet:
     return fleet
 
 
-def leases_into(fleet: Fleet, clock: Clock) -> LeaseTable:
+def leases_into(fleet: Fleet, clock: Callable[[], float]) -> LeaseTable:
     def changed(key: str, load: LeasedLoad) -> None:
         fleet.leased(key, load, clock())
 
@@ -422,3 +423,14 @@ def test_expected_answer_follows_what_is_generated_and_what_is_allowed() -> None
     for _ in range(500):
         fleet.learn("r0@e1", Outcome(9, 0, 0, 1, 0.0, 9.0, 9.0, generated_tokens=40.0), 100.0)
     assert fleet.expected_tokens(8000) == pytest.approx(40, rel=0.01)
+
+
+def test_steady_leases_do_not_make_a_report_of_their_progress_unheard() -> None:
+    fleet, now = fleet_of(1), [100.0]
+    leases = leases_into(fleet, lambda: now[0])
+    for _ in range(100):
+        leases.take("r0@e1", prefill_tokens=1000, decode_tokens=0)
+        now[0] += 0.04
+    fleet.report(0, LoadReport(prefill_backlog_tokens=40_000, prefill_ms_per_token=1.0), now[0])
+    (backlog,) = fleet.load(fleet.ready(), now[0]).backlog
+    assert 40_000 <= backlog < 42_000

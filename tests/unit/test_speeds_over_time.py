@@ -262,3 +262,14 @@ def test_outcomes_far_apart_are_learned_from_all_the_same() -> None:
         speeds.learn("r0", Outcome(u, 0, 0.0, 1.0, 0.0, ms, ms), hour * 3600.0)
     for tokens in (500, 3000):
         assert prefill_ms(speeds.of("r0"), tokens) == pytest.approx(prefill_ms(slow, tokens), rel=0.1)
+
+
+def test_coefficient_that_is_zero_elsewhere_is_still_learned_here() -> None:
+    """The fastest replica has seen no long prompt, so its context term is 0; this one sees many."""
+    speeds, rng = Speeds(), np.random.default_rng(3)
+    speeds._learner("r1").adopt(Coefficients(t0=8.0, a=0.04, b=0.0, d=0.0), 0.0)
+    for number in range(200):
+        u = int(rng.integers(500, 30_000))
+        ms = prefill_ms(SPEED, u)
+        speeds.learn("r1", Outcome(u, 0, 0.0, 1.0, 0.0, ms, ms), float(number))
+    assert speeds.of("r1").b == pytest.approx(SPEED.b, rel=0.2)
