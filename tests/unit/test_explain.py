@@ -73,17 +73,18 @@ async def test_explain_lists_every_replica_and_why_one_is_not_taken() -> None:
         member = listed.member()
         alien.model.revision = "r2"
         await stack.controller.announce(*[r.member() for r in stack.replicas if r is not alien], member)
+        fleet = stack.group.fleet
+        sound = ("r0", "r1", "silent", "draining")  # once most have said how large their blocks are
+        await eventually(lambda: fleet.block_size == 16 and not any(stack.view(n).degraded for n in sound))
         draining.draining = True
         draining.push()
         silent.speaking.clear()
-        fleet = stack.group.fleet
         await eventually(lambda: any(m and m.suspect and m.replica == "silent" for m in fleet.members))
         await eventually(lambda: "revision" in stack.view("alien").degraded)
         why: dict[str, str] = {}
         async with asyncio.timeout(5):
-            while "seq" not in why.get(
-                "lying", ""
-            ):  # between a fresh snapshot and the next lie it is believed
+            # Between a fresh snapshot and its next lie it is believed.
+            while "seq" not in why.get("lying", ""):
                 found = await stack.client.explain(PROMPT)
                 why = {c.replica: c.degraded for c in found.candidates}
     assert sorted(why) == ["alien", "draining", "lying", "odd", "r0", "r1", "silent"]
