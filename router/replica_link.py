@@ -40,6 +40,10 @@ class Standing(IntEnum):
     OUT = 2  # connection lost, draining, another model, or not heard of yet
 
 
+class _ResyncError(DesyncError):
+    """The view is void through no fault of the replica."""
+
+
 class ReplicaLink:
     """Watches one replica and carries requests to it.
 
@@ -172,7 +176,7 @@ class ReplicaLink:
                 why = await self._watch_once(backoff)
             except DesyncError as error:
                 pauses = self._desyncs
-                self._drop_view(str(error))
+                self._drop_view(str(error), fault=not isinstance(error, _ResyncError))
             else:
                 if self._connected:
                     log.warning("replica %s at %s lost: %s", self.key, self.address, why)
@@ -205,7 +209,7 @@ class ReplicaLink:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._resyncing and not (task and task.cancelling()):  # the call was cancelled, not this task
-                raise DesyncError("most replicas have another block size now") from None
+                raise _ResyncError("most replicas have another block size now") from None
             raise
         except TimeoutError:
             return f"silent for {LOST_HEARTBEATS} heartbeats"
@@ -237,10 +241,11 @@ class ReplicaLink:
             self._seat.forget_blocks(self._other_model())
         self.refresh()
 
-    def _drop_view(self, why: str) -> None:
-        """What it published cannot be right: no credit until a fresh snapshot proves otherwise."""
-        self.views_dropped += 1
-        log.warning("view of replica %s dropped (%d so far): %s", self.key, self.views_dropped, why)
+    def _drop_view(self, why: str, *, fault: bool) -> None:
+        """No credit until a fresh snapshot; `fault`: because what it published cannot be right."""
+        if fault:
+            self.views_dropped += 1
+            log.warning("view of replica %s dropped (%d so far): %s", self.key, self.views_dropped, why)
         self._view.lose()
         self._seat.forget_blocks(f"unsynced: {why}")
 

@@ -53,6 +53,8 @@ class Seat:
             return
         degraded = why_out or self.degraded(view)
         self._fleet.set_standing(self.row, usable=usable, suspect=suspect, degraded=degraded)
+        if not usable:
+            self._group.gather.let_go(self.key)  # what is held for it learns of the loss, and goes elsewhere
         self._group.changed()
 
     def forget_blocks(self, why: str) -> None:

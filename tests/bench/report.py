@@ -12,7 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 220
 ROOT = Path(__file__).resolve().parents[2]
 
 

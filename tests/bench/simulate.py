@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -166,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{trace.most_hits():.1%} of the prompt tokens",
         flush=True,
     )
-    if not sys.stdout.isatty():
-        os.environ.setdefault("COLUMNS", "220")  # a table cut to 80 helps nobody who reads a file
     lines = [run(scenario, policy, settings) for scenario in scenarios for policy in arguments.policies]
     report(
         "simulate",

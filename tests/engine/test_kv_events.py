@@ -49,6 +49,8 @@ class Mirror:
     last: replica_pb2.ReplicaUpdate = field(default_factory=replica_pb2.ReplicaUpdate)
     snapshot: replica_pb2.ReplicaSnapshot = field(default_factory=replica_pb2.ReplicaSnapshot)
 
+    loads: list[common_pb2.ReplicaLoad] = field(default_factory=list)  # of every update
+
     async def follow(self, updates: AsyncIterable[replica_pb2.ReplicaUpdate]) -> None:
         async for update in updates:
             assert update.seq == self.last.seq + 1
@@ -61,6 +63,7 @@ class Mirror:
             assert update.blocks_count == len(self.keys)
             assert update.blocks_xor == int(np.bitwise_xor.reduce(np.array([0, *self.keys], np.uint64)))
             self.last = update
+            self.loads.append(update.load)
 
     def cached_tokens(self, prompt: list[int], salt: str = "") -> int:
         root = blockkeys.root(self.snapshot.model.revision, "", salt)
@@ -204,9 +207,10 @@ async def test_concurrent_copies_are_followed_too(replica: Replica) -> None:
 
 async def test_cancelled_requests_leave_an_exact_view_and_no_load(replica: Replica) -> None:
     prompt = [7] * 300
-    sending = [asyncio.create_task(replica.generate([*prompt, n] * 1, tokens=200)) for n in range(4)]
-    await asyncio.sleep(0.3)
-    assert replica.engine.load.accepted.sequences == 4
+    sending = [asyncio.create_task(replica.generate([*prompt, n], tokens=200)) for n in range(4)]
+    async with asyncio.timeout(20):
+        while replica.engine.load.accepted.sequences < 4:  # noqa: ASYNC110 (what it looks at has no event)
+            await asyncio.sleep(0.01)
     for task in sending:
         task.cancel()
     await asyncio.wait(sending)
@@ -220,13 +224,10 @@ async def test_cancelled_requests_leave_an_exact_view_and_no_load(replica: Repli
 async def test_load_is_reported_while_requests_wait_and_speeds_after(replica: Replica) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(1000, VOCAB) for _ in range(400)] for _ in range(4)]
-    running = [asyncio.create_task(replica.generate(prompt)) for prompt in prompts]
-    seen = []
-    while not all(task.done() for task in running):
-        await asyncio.sleep(0.05)
-        load = replica.mirror.last.load
-        seen.append((load.sequences, load.prefill_backlog_tokens))
+    start = len(replica.mirror.loads)
+    await asyncio.gather(*(replica.generate(prompt) for prompt in prompts))
     await replica.settle()
+    seen = [(load.sequences, load.prefill_backlog_tokens) for load in replica.mirror.loads[start:]]
     assert max(sequences for sequences, _ in seen) == 4
     assert 800 < max(backlog for _, backlog in seen) <= 1600
     assert len({backlog for _, backlog in seen}) > 3  # it shrinks chunk by chunk

@@ -271,7 +271,10 @@ async def test_request_in_the_window_goes_elsewhere_when_its_replica_goes() -> N
         old = stack.replicas[0]
         fresh = await FakeReplica("fresh").start()
         stack.replicas.append(fresh)
-        await stack.controller.announce(fresh.member())
-        await eventually(lambda: len(stack.group.gather) == 0 or bool(old.seen))
-        await running
+        await stack.announce()
+        await eventually(lambda: len(stack.group.fleet.ready()) == 2)
+        await old.die()
+        await eventually(lambda: len(stack.group.gather) == 1 and stack.view("r0").standing == "out")
+        (message,) = await running
+        assert (message.served.replica, message.served.attempt) == ("fresh", 2)
         await assert_nothing_leaked(stack.server)

@@ -390,9 +390,9 @@ async def test_replica_that_never_stops_lying_is_asked_less_and_less_often() -> 
         assert link._desyncs._next_s >= 0.1 * 2**4
 
 
-async def test_cleared_cache_gets_no_more_traffic_for_its_prefixes() -> None:
+async def test_cleared_cache_gets_no_more_credit_for_its_prefixes() -> None:
     async with running_stack(replicas=2) as stack:
-        warm, cold = stack.replicas
+        warm, _ = stack.replicas
         keys = warmed(warm, PROMPT)
         await eventually(lambda: stack.view("r0").blocks == len(keys))
         assert (await stack.client.explain(PROMPT)).chosen == "r0"
@@ -408,7 +408,6 @@ async def test_cleared_cache_gets_no_more_traffic_for_its_prefixes() -> None:
         assert (stack.view("r0").degraded, stack.view("r0").views_dropped) == ("", 0)
         found = await stack.client.explain(PROMPT)
         assert [candidate.cached_tokens for candidate in found.candidates] == [0, 0]
-        assert cold.running() == 0
 
 
 async def test_load_report_of_the_largest_numbers_does_not_break_anything() -> None:

@@ -87,6 +87,7 @@ async def test_queue_is_shown_for_autoscaling() -> None:
         await eventually(lambda: len(stack.group.turnstile) == 3)
         await reader.shows([3], "kvorum.router.queue.length", model="fake")
         assert reader.value("kvorum.router.queue.oldest_wait", model="fake") > 0
+        await asyncio.sleep(0.005)  # so that three have waited longer than the first bucket
         gate.set()
         await asyncio.gather(*running)
         await reader.shows([0], "kvorum.router.queue.length", model="fake")

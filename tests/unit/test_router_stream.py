@@ -8,22 +8,15 @@ import grpc
 import grpc.aio
 import pytest
 from fakes_cluster import FakeReplica, Script, model_info
-from fakes_router import eventually, running_stack
+from fakes_router import collected, eventually, running_stack
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.errors import KvorumError, from_rpc_error
-from router.client import KvorumClient
 
 LOST = KvorumError(grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the engine died")
 REFUSED = KvorumError(
     grpc.StatusCode.FAILED_PRECONDITION, common_pb2.FEATURE_NOT_ENABLED, "no grammar backend"
 )
-
-
-async def collected(
-    client: KvorumClient, *args: object, **kwargs: object
-) -> list[common_pb2.GenerateResponse]:
-    return [message async for message in client.generate(*args, **kwargs)]  # type: ignore[arg-type]
 
 
 async def test_text_is_tokenised_and_the_whole_stream_arrives_in_order() -> None:
