@@ -1,0 +1,1 @@
+"""AllReduce overlapped with compute: schedule, measured plan, and the models that run by it."""
