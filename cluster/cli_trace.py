@@ -12,10 +12,13 @@ import click
 from cluster.failures import BadInput, RunFailed
 
 if TYPE_CHECKING:
-    from telemetry.record import StoredSpan
+    from rich.console import Console
+
+    from telemetry.record import StoredSpan, TraceSummary
     from telemetry.store import SpanStore
 
 _SPANS_UNDER_WAY_S = 1.5
+_LINKED_TRACES = 16
 
 
 @click.command()
@@ -29,6 +32,9 @@ _SPANS_UNDER_WAY_S = 1.5
 def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Path | None) -> None:
     """Show one request as a tree of spans: router, replica, queue, prefill, decode.
 
+    Below the prefill come the engine steps it took on each shard, where they were recorded
+    (--step-ratio of `kvorum up`).
+
     TRACE_ID is what `generate`, `chat` and `demo` print: 32 hex digits, or the first few.
 
     \b
@@ -39,7 +45,7 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
     """
     from cluster.display import make_console
     from telemetry.store import SpanStore, StoreError
-    from telemetry.tree import render, render_text
+    from telemetry.tree import render, render_text, with_linked
 
     if trace_id and (last or as_list):
         raise BadInput("a trace id goes with neither --last nor --list")
@@ -47,26 +53,13 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
     console = make_console()
     spans_of = SpanStore(path)
     try:
-        recent = spans_of.recent(limit if as_list else 1000 if trace_id and len(trace_id) < 32 else 1)
         if as_list:
-            for summary in recent:
-                begun = datetime.datetime.fromtimestamp(summary.start_ns / 1e9).astimezone()
-                failed = f"  {summary.errors} failed" if summary.errors else ""
-                console.print(
-                    f"{summary.trace_id}  {begun:%H:%M:%S}  {summary.duration_ns / 1e6:9.1f} ms  "
-                    f"{summary.spans:3} spans  {summary.root}{failed}",
-                    markup=False,
-                )
-            if not recent:
-                console.print(f"no traces in {path} yet")
+            _show_list(console, _requests(spans_of, limit), path)
             return
-        if trace_id:
-            chosen = _one(trace_id, [summary.trace_id for summary in recent])
-        elif recent:
-            chosen = recent[0].trace_id
-        else:
-            raise BadInput(f'no traces in {path} yet: send a request first, `kvorum generate "Hello"`')
+        chosen = _one(trace_id, spans_of) if trace_id else _latest(spans_of, path)
         spans = _whole(spans_of, chosen)
+        linked = dict.fromkeys(link.trace_id for span in spans for link in span.links)
+        spans = with_linked(spans, map(spans_of.trace, list(linked)[:_LINKED_TRACES]))
     except StoreError as error:
         raise RunFailed(str(error)) from None
     finally:
@@ -79,14 +72,47 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
         click.echo(render_text(spans))
 
 
+def _show_list(console: Console, recent: list[TraceSummary], path: Path) -> None:
+    for summary in recent:
+        begun = datetime.datetime.fromtimestamp(summary.start_ns / 1e9).astimezone()
+        failed = f"  {summary.errors} failed" if summary.errors else ""
+        console.print(
+            f"{summary.trace_id}  {begun:%H:%M:%S}  {summary.duration_ns / 1e6:9.1f} ms  "
+            f"{summary.spans:3} spans  {summary.root}{failed}",
+            markup=False,
+        )
+    if not recent:
+        console.print(f"no traces in {path} yet")
+
+
+def _latest(store: SpanStore, path: Path) -> str:
+    found = _requests(store, 1)
+    if not found:
+        raise BadInput(f'no traces in {path} yet: send a request first, `kvorum generate "Hello"`')
+    return found[0].trace_id
+
+
+def _requests(store: SpanStore, count: int) -> list[TraceSummary]:
+    """The latest traces but those of engine steps, which are shown with the request that links to them."""
+    from telemetry.spans import ENGINE_STEP
+
+    asked = 2 * count
+    while True:
+        found = store.recent(asked)
+        kept = [summary for summary in found if summary.root != ENGINE_STEP]
+        if len(kept) >= count or len(found) < asked:
+            return kept[:count]
+        asked *= 4
+
+
 def _whole(store: SpanStore, trace_id: str) -> list[StoredSpan]:
     """The trace's spans; of one that ended just now, the router's own may still be under way."""
-    from telemetry.spans import ROUTER_REQUEST
+    from telemetry.spans import ENGINE_STEP, ROUTER_REQUEST
 
     deadline = time.monotonic() + _SPANS_UNDER_WAY_S
     while True:
         found = store.trace(trace_id)
-        if any(span.name == ROUTER_REQUEST for span in found) or time.monotonic() > deadline:
+        if any(span.name in (ROUTER_REQUEST, ENGINE_STEP) for span in found) or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
 
@@ -100,10 +126,12 @@ def _known_store() -> Path:
     return (state.span_store if state else None) or states.state_dir() / "traces.db"
 
 
-def _one(prefix: str, known: list[str]) -> str:
+def _one(prefix: str, store: SpanStore) -> str:
+    """The trace meant, of whatever kind: those of engine steps may be looked at, too."""
     text = prefix.lower()
     if len(text) == 32:
         return text
+    known = [summary.trace_id for summary in store.recent(1000)]
     found = [trace_id for trace_id in known if trace_id.startswith(text)]
     if len(found) != 1:
         raise BadInput(

@@ -26,6 +26,12 @@ class TelemetryConfig(BaseModel):
         le=1,
         description="share of new traces recorded; a request that brings a trace keeps its decision",
     )
+    step_ratio: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of requests whose prefill steps every shard records, times sample_ratio",
+    )
     export_delay_ms: int = Field(
         500,
         ge=1,

@@ -102,6 +102,12 @@ class SpanPipe(SpanProcessor):
             elif waiting == 0 or waiting + 1 == self._max_batch:
                 self._changed.notify_all()
 
+    def start(self) -> None:
+        """Start the exporting thread now, not at the first span: it inherits its starter's CPU affinity."""
+        with self._changed:
+            if self._worker is None and not self._closed:
+                self._start_worker()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until every span that ended before the call was exported or dropped.
 

@@ -7,15 +7,20 @@ import logging
 import os
 import random
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanContext
+from opentelemetry.util.types import AttributeValue
 
+from telemetry import spans
 from telemetry.config import TelemetryConfig
 from telemetry.metrics import SCOPE, Meters
 from telemetry.otlp import (
@@ -46,18 +51,63 @@ class Telemetry:
         provider: TracerProvider | None,
         pipes: Mapping[str, SpanPipe],
         meters: Meters,
+        ids: GivenIds | None = None,
     ) -> None:
         self.config = config
         self.provider = provider
+        self._ids = ids
         self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
         self.meters = meters
         self._pipes = dict(pipes)
         if provider is not None:
             atexit.register(self.shutdown)
 
+    @classmethod
+    def silent(cls) -> Telemetry:
+        """Records nothing."""
+        return cls(TelemetryConfig(enabled=False), None, {}, Meters.silent())
+
+    def samples(self, trace_id: int, name: str) -> bool:
+        """Whether this process's sampler wants a new trace with this id that begins with a span `name`."""
+        if self.provider is None:
+            return False
+        return (
+            self.provider.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+        )
+
+    def record(
+        self,
+        name: str,
+        own: SpanContext,
+        parent: SpanContext | None,
+        *,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """Record a span that is over, under ids that its caller derived.
+
+        Args:
+            own: the span's ids; whether it is recorded is the sampler's decision, as for any other.
+            parent: a span of the same trace, which another process may record; None for the trace's first.
+            start_ns, end_ns: nanoseconds since the epoch.
+        """
+        if self._ids is None:
+            return
+        with self._ids.given(own.trace_id, own.span_id):
+            span = spans.start(
+                self.tracer, name, spans.remote(parent), attributes=attributes, start_ns=start_ns
+            )
+        spans.finish(span, end_ns=end_ns)
+
     def counts(self) -> dict[str, PipeCounts]:
         """Spans exported, dropped and pending, by destination ("store", "otlp")."""
         return {name: pipe.counts for name, pipe in self._pipes.items()}
+
+    def start(self) -> None:
+        """Start the exporting threads now, where a thread must not inherit a later caller's CPU affinity."""
+        for pipe in self._pipes.values():
+            pipe.start()
 
     def flush(self, timeout_s: float) -> bool:
         """Export what has ended so far; False when that takes longer than `timeout_s`.
@@ -84,13 +134,16 @@ class Telemetry:
         self.meters.shutdown(max(deadline - time.monotonic(), 0.0))
 
 
-def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry:
+def configure(
+    service: str, instance: str, config: TelemetryConfig, facts: Mapping[str, str | int] | None = None
+) -> Telemetry:
     """Start tracing in this process.
 
     Args:
         service: service.name, such as "kvorum.router".
         instance: service.instance.id, such as a replica's name; unique within the service.
         config: what to record and keep.
+        facts: what else holds of all that this process records; resource attributes.
 
     The provider is ours alone: another library that has set or will set the global one (vLLM,
     Ray) does not change what is recorded through the returned tracer. Ours becomes the global
@@ -98,7 +151,8 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
     """
     if not config.enabled or sdk_is_disabled(os.environ):
         return Telemetry(config, None, {}, Meters.silent())
-    resource = _resource(service, instance)
+    resource = _resource(service, instance, facts or {})
+    ids = GivenIds()
     provider = TracerProvider(
         # None: the SDK reads OTEL_TRACES_SAMPLER itself.
         sampler=None
@@ -106,7 +160,7 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
         else ParentBased(TraceIdRatioBased(config.sample_ratio)),
         resource=resource,
         shutdown_on_exit=False,
-        id_generator=_OsRandomIds(),
+        id_generator=ids,
         span_limits=SpanLimits(max_attribute_length=config.max_attribute_chars),
     )
     pipes: dict[str, SpanPipe] = {}
@@ -120,7 +174,7 @@ def configure(service: str, instance: str, config: TelemetryConfig) -> Telemetry
         provider.add_span_processor(pipe)
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         trace.set_tracer_provider(provider)
-    return Telemetry(config, provider, pipes, Meters.from_environment(os.environ, resource))
+    return Telemetry(config, provider, pipes, Meters.from_environment(os.environ, resource), ids)
 
 
 def open_store(config: TelemetryConfig) -> SpanStore:
@@ -133,8 +187,8 @@ def open_store(config: TelemetryConfig) -> SpanStore:
     )
 
 
-class _OsRandomIds(IdGenerator):
-    """Ids from the operating system.
+class GivenIds(IdGenerator):
+    """Ids from the operating system, but for spans whose ids several processes have to agree on.
 
     The SDK's generator uses Python's global one, which engines seed and forks copy: two replicas
     would then give their spans the same ids.
@@ -142,18 +196,33 @@ class _OsRandomIds(IdGenerator):
 
     _bits = random.SystemRandom().getrandbits
 
+    def __init__(self) -> None:
+        self._given = threading.local()
+
+    @contextmanager
+    def given(self, trace_id: int, span_id: int) -> Iterator[None]:
+        """Spans that this thread starts within the block get these ids; neither may be 0."""
+        self._given.ids = trace_id, span_id
+        try:
+            yield
+        finally:
+            del self._given.ids
+
     def generate_span_id(self) -> int:
-        return self._bits(64) or 1
+        ids: tuple[int, int] | None = getattr(self._given, "ids", None)
+        return ids[1] if ids else self._bits(64) or 1
 
     def generate_trace_id(self) -> int:
-        return self._bits(128) or 1
+        ids: tuple[int, int] | None = getattr(self._given, "ids", None)
+        return ids[0] if ids else self._bits(128) or 1
 
     def is_trace_id_random(self) -> bool:
         return True
 
 
-def _resource(service: str, instance: str) -> Resource:
+def _resource(service: str, instance: str, facts: Mapping[str, str | int]) -> Resource:
     own: dict[str, str | int] = {
+        **facts,
         SERVICE_NAME: service,
         SERVICE_INSTANCE: instance,
         "host.name": socket.gethostname(),

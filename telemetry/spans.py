@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +20,17 @@ from opentelemetry import trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -33,6 +43,7 @@ REPLICA_GENERATE: Final = "kvorum.replica.generate"
 REPLICA_QUEUE: Final = "kvorum.replica.queue"
 REPLICA_PREFILL: Final = "kvorum.replica.prefill"
 REPLICA_DECODE: Final = "kvorum.replica.decode"
+ENGINE_STEP: Final = "kvorum.engine.step"
 
 FIRST_TOKEN: Final = "kvorum.first_token"  # noqa: S105  (an event's name)
 LAST_TOKEN: Final = "kvorum.last_token"  # noqa: S105
@@ -56,6 +67,7 @@ REQUEST_ID: Final = "kvorum.request.id"
 OUTCOME: Final = "kvorum.outcome"
 REPLICA: Final = "kvorum.replica"
 EPOCH: Final = "kvorum.epoch"
+RANK: Final = "kvorum.rank"
 ATTEMPT: Final = "kvorum.attempt"
 POLICY: Final = "kvorum.policy"
 CANDIDATES: Final = "kvorum.candidates"  # one string per replica considered, with its terms
@@ -66,6 +78,15 @@ PREDICTED_TTFT_S: Final = "kvorum.predicted.ttft_s"
 PREDICTED_CACHED_TOKENS: Final = "kvorum.predicted.cached_tokens"
 CACHED_TOKENS: Final = "kvorum.cached_tokens"
 COMPUTED_TOKENS: Final = "kvorum.computed_tokens"
+STEP_NUMBER: Final = "kvorum.step.number"  # counted from the engine's start, equal on all ranks
+STEP_TOKENS: Final = "kvorum.step.tokens"
+STEP_REQUEST_TOKENS: Final = "kvorum.step.request_tokens"  # those of the request the span is about
+STEP_PATH: Final = "kvorum.step.path"  # stock or overlapped
+STEP_CHUNKS: Final = "kvorum.step.chunks"
+STEP_FORWARD_S: Final = "kvorum.step.forward_s"
+STEP_COMPUTE_S: Final = "kvorum.step.compute_s"
+STEP_ALL_REDUCE_S: Final = "kvorum.step.all_reduce_s"
+STEP_EXPOSED_S: Final = "kvorum.step.exposed_s"
 MEASURED_S: Final = "kvorum.measured_s"  # the engine's own figure, where the span had to be shortened
 
 _MAX_MESSAGE_CHARS = 512
@@ -118,10 +139,21 @@ def start(
     *,
     kind: SpanKind = SpanKind.INTERNAL,
     attributes: Mapping[str, AttributeValue] | None = None,
+    links: Sequence[Link] = (),
     start_ns: int | None = None,
 ) -> Span:
     """Start a span below `parent` (the current context when None). End it with `finish`."""
-    return tracer.start_span(name, parent, kind, attributes, start_time=start_ns)
+    return tracer.start_span(name, parent, kind, attributes, links, start_time=start_ns)
+
+
+def elsewhere(trace_id: int, span_id: int) -> SpanContext:
+    """A recorded span of another process, known by its ids alone."""
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def remote(span: SpanContext | None) -> Context:
+    """The context below a span of another process; None: below none, so that a trace begins."""
+    return Context() if span is None else below(NonRecordingSpan(span))
 
 
 def below(span: Span, parent: Context | None = None) -> Context:
@@ -227,6 +259,7 @@ def record_engine_times(
     decode_s: float | None,
     prefill_attributes: Mapping[str, AttributeValue] | None = None,
     decode_attributes: Mapping[str, AttributeValue] | None = None,
+    prefill_links: Sequence[Link] = (),
 ) -> None:
     """Add queue, prefill and decode spans below `parent` after the fact; call it before that ends.
 
@@ -236,6 +269,7 @@ def record_engine_times(
         queue_s, prefill_s, decode_s: the engine's durations. None: the request never got to that
             phase, which then has no span. Decode runs from the first token to the last; both are
             events on it.
+        prefill_links: the shards' spans of the engine step in which the prefill began.
     """
     owner = trace.get_current_span(parent)
     if not owner.get_span_context().trace_flags.sampled:
@@ -258,7 +292,8 @@ def record_engine_times(
     if decode_s is not None:
         phases.append((REPLICA_DECODE, at.decode_start_ns, at.decode_end_ns, decode_s, decode_attributes))
     for name, start_ns, end_ns, measured_s, attributes in phases:
-        span = start(tracer, name, parent, attributes=attributes, start_ns=start_ns)
+        links = prefill_links if name == REPLICA_PREFILL else ()
+        span = start(tracer, name, parent, attributes=attributes, links=links, start_ns=start_ns)
         if end_ns - start_ns != _clamped_ns(measured_s, None):
             span.set_attribute(MEASURED_S, measured_s)
         if name == REPLICA_DECODE:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -48,6 +48,27 @@ def render_text(spans: Sequence[StoredSpan]) -> str:
             f"  {'ERROR  ' if row.span.is_error else ''}{details}".rstrip()
         )
     return "\n".join(lines)
+
+
+def with_linked(spans: Sequence[StoredSpan], linked: Iterable[Sequence[StoredSpan]]) -> list[StoredSpan]:
+    """One trace and others that it links to, as one tree.
+
+    The topmost spans of a linked trace go below the span that links to it, the first one if several do;
+    a trace that nothing links to is left out, and so is the trace itself.
+    """
+    owners: dict[str, str] = {}
+    for span in spans:
+        for link in span.links:
+            if link.trace_id == span.trace_id:
+                continue
+            owners.setdefault(link.trace_id, span.span_id)
+    found = list(spans)
+    for other in linked:
+        owner = owners.get(other[0].trace_id) if other else None
+        if owner is not None:
+            tops = {id(top) for top in roots(other)}
+            found += [replace(span, parent_id=owner) if id(span) in tops else span for span in other]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from workers.placement import OverlapMode
 
 
 class EngineConfig(BaseModel):
@@ -40,6 +42,10 @@ class EngineConfig(BaseModel):
     )
     lora_modules: dict[str, str] = Field(default_factory=dict, description="adapter name=folder")
     collective: Literal["auto", "nccl", "shm", "gloo"] = Field("auto", description="what carries AllReduce")
+    overlap: OverlapMode = Field(
+        "auto",
+        description="chunks a step is split into, so that AllReduce runs while others compute; auto measures",
+    )
     kv_events: bool = Field(
         True, description="follow what the engine's KV cache holds, which routing by prefix needs"
     )
@@ -48,3 +54,27 @@ class EngineConfig(BaseModel):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="any further vLLM engine argument, by its Python name"
     )
+
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _overlap_as_text(cls, value: Any) -> Any:
+        if value is False:  # what YAML makes of a bare `off`
+            return "off"
+        return str(value) if type(value) is int else value
+
+    @field_validator("overlap")
+    @classmethod
+    def _overlap_has_what_it_needs(cls, value: OverlapMode, info: ValidationInfo) -> OverlapMode:
+        if not value.isdigit() or value == "1":
+            return value
+        if info.data.get("tensor_parallel_size") == 1:
+            raise ValueError(
+                f"{value} chunks hide AllReduce between tensor-parallel shards, "
+                "and tensor_parallel_size is 1: raise it, or use auto or off"
+            )
+        if (stages := info.data.get("pipeline_parallel_size", 1)) > 1:
+            raise ValueError(
+                f"{value} chunks need all layers in one stage, and pipeline_parallel_size is {stages}: "
+                "make it 1, or use auto or off"
+            )
+        return value

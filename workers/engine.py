@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
+from telemetry.config import TelemetryConfig
 from workers import engine_args
 from workers.config import EngineConfig
 from workers.journal import Journal
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARM_UP_TIMEOUT_S = 120.0
+_PLAN_TIMEOUT_S = 180.0
+_SET_TIMEOUT_S = 30.0
 _RESET_TIMEOUT_S = 5.0
 _OFF_DEVICE_BLOCKS = 1 << 20
 """Blocks a connector may report in host memory and storage, whose size the engine does not tell."""
@@ -56,10 +59,17 @@ class EngineInfo:
 class Engine:
     """Starts, serves and watches one engine. One epoch: a dead engine is replaced, never revived."""
 
-    def __init__(self, config: EngineConfig, prepared: PreparedModel, placement: ReplicaPlacement) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        prepared: PreparedModel,
+        placement: ReplicaPlacement,
+        telemetry: TelemetryConfig | None = None,
+    ) -> None:
         self._config = config
         self._prepared = prepared
         self._placement = placement
+        self._telemetry = telemetry
         self._llm: AsyncLLM | None = None
         self._loras = {
             name: LoRARequest(lora_name=name, lora_int_id=index, lora_path=path)
@@ -95,7 +105,9 @@ class Engine:
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._placement.start_timeout_s))
         os.environ.setdefault("HF_HUB_OFFLINE", "1" if self._prepared.path.exists() else "0")
         try:
-            args = engine_args.build(self._config, self._prepared, self._placement, endpoints)
+            args = engine_args.build(
+                self._config, self._prepared, self._placement, endpoints, self._telemetry
+            )
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self.load.stat_logger])
         except BaseException:
             if self._events is not None:
@@ -123,6 +135,7 @@ class Engine:
         """
         if self._events is not None:
             self._following = asyncio.create_task(self._events.run(), name="kv-events")
+        await self.plan_overlap()
         config = self._running().vllm_config
         longest = max(1, config.model_config.max_model_len - 8)
         length = min(longest, 2 * config.cache_config.block_size + 1)
@@ -154,6 +167,25 @@ class Engine:
         except TimeoutError:
             message = f"the warm-up request {name!r} was not answered in {_WARM_UP_TIMEOUT_S:.0f} s"
             raise TimeoutError(message) from None
+
+    async def plan_overlap(self) -> str:
+        """Load or measure the plan by which AllReduces are overlapped; the ranks do it in step.
+
+        Returns a line about it. Raises TimeoutError when a shard does not answer.
+        """
+        try:
+            async with asyncio.timeout(_PLAN_TIMEOUT_S):
+                lines = await self._running().collective_rpc("plan_overlap")
+        except TimeoutError:
+            message = f"the shards did not agree on a plan in {_PLAN_TIMEOUT_S:.0f} s; is their link up?"
+            raise TimeoutError(message) from None
+        log.info("%s: overlap: %s", self._placement.replica, lines[0])
+        return str(lines[0])
+
+    async def set_overlap(self, mode: str) -> None:
+        """Switch all ranks between two steps: auto, off, or a number of chunks as in EngineConfig.overlap."""
+        async with asyncio.timeout(_SET_TIMEOUT_S):
+            await self._running().collective_rpc("set_overlap", args=(mode,))
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the engine's prefix cache and the resident set; False, and no change, while it is in use."""

@@ -13,10 +13,12 @@ from rapidfuzz import process
 from workers.config import EngineConfig
 from workers.kv_events import REPLAY_BATCHES
 from workers.placement import CONFIG_KEY, ReplicaPlacement
+from workers.step_tracing import TELEMETRY_KEY
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from telemetry.config import TelemetryConfig
     from workers.checkpoint import PreparedModel
 
 CPU_STEP_TOKENS = 512
@@ -39,6 +41,7 @@ _OURS = {
     "kv_events_config": "engine.kv_events",
     "enable_logging_iteration_details": "nothing: the load report needs it",
     "additional_config": "nothing: Kvorum uses it",
+    "worker_extension_cls": "nothing: Kvorum uses it",
 }
 
 
@@ -69,11 +72,13 @@ def build(
     prepared: PreparedModel,
     placement: ReplicaPlacement | None = None,
     event_endpoints: tuple[str, str] | None = None,
+    telemetry: TelemetryConfig | None = None,
 ) -> AsyncEngineArgs:
     """vLLM's arguments for one replica; without a placement they are only good for checking.
 
     Args:
         event_endpoints: where the engine is to publish KV events and to replay them; None for no events.
+        telemetry: what the shards are to record of their steps; None for nothing.
 
     Raises:
         EngineArgsError: an unknown argument, or one that has a Kvorum setting of its own.
@@ -98,6 +103,7 @@ def build(
         "distributed_executor_backend": RayShardExecutor,
         "enable_prefix_caching": True,
         "enable_log_requests": False,
+        "worker_extension_cls": "workers.overlap.worker.OverlapWorker",
         "disable_log_stats": True,  # our own stat logger is used instead
         "enable_logging_iteration_details": True,  # only our stat logger sees them
     }
@@ -120,6 +126,8 @@ def build(
         )
     if placement is not None:
         values["additional_config"] = {CONFIG_KEY: placement.to_config()}
+        if telemetry is not None:
+            values["additional_config"][TELEMETRY_KEY] = telemetry.model_dump(mode="json")
     return AsyncEngineArgs(**(values | config.engine_args))
 
 

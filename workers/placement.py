@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 Collective = Literal["none", "nccl", "shm", "gloo"]
 
+OverlapMode = Literal["auto", "off", "1", "2", "3", "4", "6", "8"]
+"""`auto` measures and decides; a number of chunks is forced on every step that is long enough."""
+
 CONFIG_KEY = "kvorum"
 """Key of vLLM's `additional_config` under which a ReplicaPlacement travels to the EngineCore."""
 
@@ -39,6 +42,7 @@ class ReplicaPlacement:
     start_timeout_s: float = 600.0
     front_cores: tuple[int, ...] = ()
     """Cores no shard is pinned to, for the processes around the engine; empty: wherever the OS likes."""
+    overlap: OverlapMode = "auto"
 
     def to_config(self) -> dict[str, Any]:
         """As JSON-able values, for `additional_config`."""

@@ -87,7 +87,7 @@ class ReplicaActor:
         spec = self._spec
         pin_process(spec.placement.front_cores)  # before the EngineCore is spawned, which inherits it
         prepared = await asyncio.to_thread(prepare, spec.engine.model, spec.engine.tensor_parallel_size)
-        self._engine = Engine(spec.engine, prepared, spec.placement)
+        self._engine = Engine(spec.engine, prepared, spec.placement, spec.telemetry)
         info = self._engine.start()
         self._phase = admin_pb2.WARMING
         await self._engine.warm_up()
@@ -142,6 +142,16 @@ class ReplicaActor:
         self._phase = admin_pb2.DRAINING
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         return await self._servicer.drain(grace_s)
+
+    async def set_overlap(self, mode: str) -> None:
+        """Switch the overlap of all shards between two steps: auto, off, or a number of chunks."""
+        assert self._engine is not None
+        await self._engine.set_overlap(mode)
+
+    async def plan_overlap(self) -> str:
+        """Look at the link again, and measure anew if it has changed; steps wait meanwhile."""
+        assert self._engine is not None
+        return await self._engine.plan_overlap()
 
     async def stop(self) -> None:
         """End the server, the engine and its shards, and flush telemetry."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import ray
 from torch.distributed import TCPStore
 from vllm.utils.network_utils import get_distributed_init_method
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
+from workers import plugin, step_tracing
+from workers.gloo import favour_communication, keep_off_shared_memory
+from workers.overlap.report import OverlapReport
 from workers.pinning import pin_compute, release_others
-from workers.placement import Collective, ShardInfo
+from workers.placement import CONFIG_KEY, Collective, ReplicaPlacement, ShardInfo
 from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
+
+if TYPE_CHECKING:
+    from workers.overlap.meter import StepMeter
+
+log = logging.getLogger(__name__)
 
 
 class Shard(RayWorkerProc):
@@ -57,21 +67,47 @@ class Shard(RayWorkerProc):
     def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
         """Load this rank's weights; returns when the shard can run steps."""
         if self._collective == "gloo":
-            _keep_off_shared_memory()
+            keep_off_shared_memory()
         self._compute = pin_compute(self._indices)
+        os.environ[plugin.SHARD_VARIABLE] = "1"
         super().initialize_worker(*args, **kwargs)
+        self._attach_overlap()
         release_others(self._compute, self._allowed)
+        if self._collective == "gloo":
+            log.info("gloo's threads: %s priority", favour_communication())
 
     def run(self) -> None:
         """Run steps until the shard ends. Must be in the thread that was pinned, which loaded the model."""
         if threading.get_native_id() not in self._compute:
             raise RuntimeError("Ray moved this shard to another thread than the one that loaded its model")
-        super().run()
+        try:
+            super().run()
+        finally:
+            self._steps.shutdown()
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         super()._init_message_queues(input_shm_handle, vllm_config)
         if not self._spin:
             sleep_instead_of_spinning(self.rpc_broadcast_mq, SHARD_SPIN_S)
+
+    def _attach_overlap(self) -> None:
+        from workers.overlap.attach import attach  # noqa: PLC0415 - loads vLLM's models
+
+        config = self._init_kwargs["vllm_config"]
+        placement = ReplicaPlacement.from_config(config.additional_config[CONFIG_KEY])
+        model = self.worker.worker.model_runner.get_model()
+        self._steps = step_tracing.build(
+            config.additional_config.get(step_tracing.TELEMETRY_KEY), placement, self._init_kwargs["rank"]
+        )
+        self._overlap = attach(
+            model, config, mode=placement.overlap, collective=self._collective, observer=self._steps
+        )
+        self.worker.execute_model = announced(self.worker.execute_model, self._overlap.meter)
+
+    @ray.method(concurrency_group="health")
+    def overlap(self) -> OverlapReport:
+        """Which path steps take, and where their time went; answered while a step runs."""
+        return self._overlap.report()
 
     @ray.method(concurrency_group="health")
     def describe(self) -> ShardInfo:
@@ -88,12 +124,11 @@ class Shard(RayWorkerProc):
         )
 
 
-def _keep_off_shared_memory() -> None:
-    """Make vLLM's CPU communicator use torch.distributed (gloo).
+def announced(execute: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
+    """Tell the meter which requests a step computes before it runs."""
 
-    It decides by comparing shared-memory group names that lack the host's name, so ranks on
-    different hosts agree on a segment they do not share, and deadlock.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # noqa: PLC0415
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        meter.expect(tuple(scheduler_output.num_scheduled_tokens.items()))
+        return execute(scheduler_output, *args, **kwargs)
 
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    return execute_model

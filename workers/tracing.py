@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Tracer
-from vllm.outputs import RequestOutput
+from opentelemetry.trace import Link, SpanKind, Tracer
 
 from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
 from telemetry import spans
 from telemetry.setup import Telemetry
-from workers.observe import GenerateScope, Metadata
+from workers import step_tracing
 from workers.placement import ReplicaPlacement
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from workers.observe import GenerateScope, Metadata
 
 
 class ReplicaTracing:
     """A GenerateObserver that records OpenTelemetry spans."""
 
     def __init__(self, telemetry: Telemetry, placement: ReplicaPlacement, model: str) -> None:
-        self._tracer = telemetry.tracer
+        self._telemetry = telemetry
+        self._placement = placement
         self._fixed = {
             spans.GEN_AI_OPERATION_NAME: "text_completion",
             spans.GEN_AI_PROVIDER_NAME: "kvorum",
@@ -41,7 +48,9 @@ class ReplicaTracing:
             attributes[spans.GEN_AI_REQUEST_MAX_TOKENS] = sampling.max_tokens
         if sampling.HasField("temperature"):
             attributes[spans.GEN_AI_REQUEST_TEMPERATURE] = sampling.temperature
-        return _Scope(self._tracer, spans.extract(metadata), attributes, len(request.prompt_token_ids))
+        steps = step_tracing.links(self._telemetry, self._placement, request.request_id, sampling.n)
+        prompt_tokens = len(request.prompt_token_ids)
+        return _Scope(self._telemetry.tracer, spans.extract(metadata), attributes, prompt_tokens, steps)
 
 
 class _Scope:
@@ -51,6 +60,7 @@ class _Scope:
         parent: Context,
         attributes: dict[str, str | int | float],
         prompt_tokens: int,
+        steps: Sequence[Link],
     ) -> None:
         self._tracer = tracer
         self._parent = parent
@@ -60,6 +70,7 @@ class _Scope:
         self._recording = self._span.is_recording()
         self._arrived = time.time()
         self._prompt_tokens = prompt_tokens
+        self._steps = steps
         self._cached = 0
         self._generated = 0
         self._reasons: list[str] = []
@@ -92,6 +103,7 @@ class _Scope:
     def _record_phases(self) -> None:
         times = self._last.metrics if self._last is not None else None
         context = spans.below(self._span, self._parent)
+        computed = self._prompt_tokens - self._cached
         if times is None:  # ended before its first token: all of it was waiting, as far as we know
             spans.record_engine_times(
                 self._tracer,
@@ -111,7 +123,9 @@ class _Scope:
             decode_s=max(0.0, times.last_token_ts - times.first_token_ts),
             prefill_attributes={
                 spans.CACHED_TOKENS: self._cached,
-                spans.COMPUTED_TOKENS: self._prompt_tokens - self._cached,
+                spans.COMPUTED_TOKENS: computed,
             },
             decode_attributes={spans.GEN_AI_USAGE_OUTPUT_TOKENS: self._generated},
+            # A shard takes a single token for a decode step.
+            prefill_links=self._steps if computed > 1 else (),
         )

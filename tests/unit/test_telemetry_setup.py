@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from telemetry import spans
 from telemetry.config import TelemetryConfig
 from telemetry.otlp import OtlpTarget, target_from_environment, traces_are_off
-from telemetry.setup import Telemetry, configure, open_store
+from telemetry.setup import GivenIds, Telemetry, configure, open_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -303,6 +303,43 @@ def test_ids_do_not_repeat_when_an_engine_seeds_the_global_generator(config: Tel
         random.seed(0)
         ids.add(record_request(telemetry))
     assert len(ids) == 10
+
+
+def test_a_span_is_recorded_under_the_ids_its_caller_derived(config: TelemetryConfig) -> None:
+    config = config.model_copy(update={"store_max_age_s": 1e10})  # spans of 1970
+    telemetry = configure("kvorum.shard", "s", config, {"kvorum.rank": 3})
+    first, second = spans.elsewhere(0xA1, 0xB1), spans.elsewhere(0xA1, 0xB2)
+    telemetry.record("child", second, first, start_ns=5, end_ns=9, attributes={"at": 1})
+    telemetry.record("first", first, None, start_ns=1, end_ns=10, attributes={})
+    assert telemetry.flush(10)
+    found = open_store(config).trace(f"{0xA1:032x}")
+    assert [(span.name, span.span_id, span.parent_id, span.start_ns, span.end_ns) for span in found] == [
+        ("first", f"{0xB1:016x}", None, 1, 10),
+        ("child", f"{0xB2:016x}", f"{0xB1:016x}", 5, 9),
+    ]
+    assert found[1].attributes == {"at": 1}
+    assert found[1].resource["kvorum.rank"] == 3
+    assert found[1].service == "kvorum.shard"
+    telemetry.shutdown()
+
+
+def test_given_ids_hold_for_their_block_and_their_thread() -> None:
+    ids, elsewhere = GivenIds(), []
+    with ids.given(0xA, 0xB):
+        assert (ids.generate_trace_id(), ids.generate_span_id()) == (0xA, 0xB)
+        thread = threading.Thread(target=lambda: elsewhere.append(ids.generate_trace_id()))
+        thread.start()
+        thread.join()
+    assert elsewhere != [0xA]
+    assert ids.generate_trace_id() != 0xA
+
+
+def test_silent_telemetry_records_nothing_and_samples_nothing() -> None:
+    telemetry = Telemetry.silent()
+    assert not telemetry.samples(1, "x")
+    telemetry.record("x", spans.elsewhere(1, 2), None, start_ns=1, end_ns=2, attributes={})
+    telemetry.shutdown()
+    assert telemetry.counts() == {}
 
 
 def test_malformed_exporter_settings_do_not_stop_the_process(

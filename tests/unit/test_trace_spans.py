@@ -292,6 +292,36 @@ def test_a_shortened_phase_tells_the_engines_own_figure(recorder: Recorder) -> N
     assert (decode.attributes or {})[spans.MEASURED_S] == 50.0
 
 
+def test_only_the_prefill_links_to_the_engine_steps(recorder: Recorder) -> None:
+    begin_ns = time.time_ns() - 10**9
+    owner = spans.start(recorder.tracer, spans.REPLICA_GENERATE, start_ns=begin_ns)
+    step = spans.elsewhere(0xA1, 0xB1)
+    spans.record_engine_times(
+        recorder.tracer,
+        spans.below(owner),
+        arrival_wall_s=begin_ns / 1e9,
+        queue_s=0.1,
+        prefill_s=0.1,
+        decode_s=0.1,
+        prefill_links=[trace.Link(step)],
+    )
+    spans.finish(owner)
+    linked = {name: [link.context for link in span.links] for name, span in recorder.spans.items()}
+    assert linked == {
+        spans.REPLICA_QUEUE: [],
+        spans.REPLICA_PREFILL: [step],
+        spans.REPLICA_DECODE: [],
+        spans.REPLICA_GENERATE: [],
+    }
+
+
+def test_a_span_below_another_processes_span_has_its_trace(recorder: Recorder) -> None:
+    spans.finish(spans.start(recorder.tracer, "below", spans.remote(spans.elsewhere(0xA1, 0xB1))))
+    assert recorder.spans["below"].parent == spans.elsewhere(0xA1, 0xB1)
+    spans.finish(spans.start(recorder.tracer, "top", spans.remote(None)))
+    assert recorder.spans["top"].parent is None
+
+
 def test_a_request_that_never_left_the_queue_has_no_later_phases(recorder: Recorder) -> None:
     found = engine_spans(recorder, queue_s=2.0, prefill_s=None, decode_s=None)
     assert set(found) == {spans.REPLICA_GENERATE, spans.REPLICA_QUEUE}

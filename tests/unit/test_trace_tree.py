@@ -2,6 +2,7 @@
 
 import io
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from telemetry.record import StoredEvent, StoredLink, StoredSpan
 from telemetry.text import printable
-from telemetry.tree import render, render_text
+from telemetry.tree import render, render_text, with_linked
 
 MS = 1_000_000
 BEGIN = 1_700_000_000_000_000_000
@@ -194,6 +195,43 @@ def test_a_huge_attribute_does_not_flood_the_terminal() -> None:
     span = a_span("1", attributes={"prompt": "word " * 10_000})
     assert len(on_terminal([span])) < 2000
     assert "…" in on_terminal([span])
+
+
+STEPS = [
+    replace(span, trace_id="cd" * 16)
+    for span in (
+        a_span("e1", name="step-rank-0", at_ms=30),
+        a_span("e2", "e1", name="step-rank-1", at_ms=30),
+        a_span("e3", "99", name="step-of-lost-parent", at_ms=50),
+    )
+]
+
+
+def test_linked_spans_stand_below_the_span_that_links_to_them() -> None:
+    lines = render_text(with_linked(REQUEST, [STEPS])).splitlines()
+    assert lines[0].startswith(f"trace {'ab' * 16}: 7 spans")
+    assert [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines[4:]] == [
+        "    kvorum.replica.generate",
+        "      step-rank-0",
+        "        step-rank-1",
+        "      step-of-lost-parent",
+    ]
+
+
+def test_a_linked_trace_that_was_not_recorded_is_only_named() -> None:
+    assert with_linked(REQUEST, [[]]) == REQUEST
+    assert f"-> trace {'cd' * 16}" in render_text(with_linked(REQUEST, [[]]))
+
+
+def test_traces_that_nothing_links_to_are_left_out() -> None:
+    foreign = [replace(span, trace_id="12" * 16) for span in STEPS]
+    assert with_linked(REQUEST, [foreign]) == REQUEST
+
+
+def test_a_trace_that_links_to_itself_is_shown_once() -> None:
+    linked = replace(REQUEST[2], links=(StoredLink("ab" * 16, "1"),))
+    spans = [*REQUEST[:2], linked, REQUEST[3]]
+    assert with_linked(spans, [spans]) == spans
 
 
 def test_an_empty_trace_says_so() -> None:

@@ -1,0 +1,241 @@
+"""Measures what a layer's matmuls and AllReduces take on these ranks and this link, and makes the plan.
+
+A model predicts which numbers of chunks are worth a try; only what then was faster in a measurement of
+the real thing, side by side with the stock order, goes into the plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.overlap import decoder as decoders
+from workers.overlap.agreement import Agreement
+from workers.overlap.channel import Channel
+from workers.overlap.cost_model import Contention, CostModel, Sample, build_plan
+from workers.overlap.decoder import Decoder, DecoderLayer, Heads
+from workers.overlap.plan import CHUNK_COUNTS, CHUNK_ROWS, Plan
+from workers.overlap.schedule import bounds
+
+BUDGET_S = 60.0
+"""No new size is begun after this long; sizes that were not tried are not split."""
+_SMALLEST = 2 * CHUNK_ROWS
+_PROBE_LAYERS = 4
+_WARM_UPS = 1
+_REPEATS = 5
+_TRIALS = 7
+_TRIED = 2
+_HOPELESS = -0.10
+"""A prediction this bad is believed without a trial."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one size to measure with; their values do not matter."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    attended: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Measurable:
+    """What a planner measures. `stock_reduce` is the engine's blocking AllReduce."""
+
+    decoder: Decoder
+    channel: Channel
+    stock_reduce: Callable[[torch.Tensor], torch.Tensor]
+    make_inputs: Callable[[int], Inputs]
+    synchronize: Callable[[], None]
+    """Returns once the device has done all that was asked of it."""
+
+
+def sizes(max_tokens: int, smallest: int = _SMALLEST) -> tuple[int, ...]:
+    """Numbers of tokens to measure: powers of two from `smallest`, and the largest step there is."""
+    found = []
+    tokens = smallest
+    while tokens < max_tokens:
+        found.append(tokens)
+        tokens *= 2
+    return (*found, max_tokens) if max_tokens >= smallest else ()
+
+
+class Planner:
+    """Every rank runs the same measurements in step; the figures are those of the slowest."""
+
+    def __init__(self, measured: Measurable, agreement: Agreement) -> None:
+        self._it, self._agree = measured, agreement
+        self._layers = list(measured.decoder.layers[:_PROBE_LAYERS])
+
+    def all_reduces(self, tokens: Sequence[int]) -> dict[int, float]:
+        """Seconds of one AllReduce alone, by tokens."""
+        return {n: self._all_reduce(self._it.make_inputs(n)) for n in tokens}
+
+    def plan(
+        self, max_tokens: int, say: Callable[[str], None] = lambda _line: None
+    ) -> tuple[Plan, tuple[Sample, ...]]:
+        """The plan of all ranks, and the samples it rests on.
+
+        Raises:
+            RuntimeError: a rank or its link is gone.
+        """
+        began = time.monotonic()
+        samples: list[Sample] = []
+        for tokens in sizes(max_tokens):
+            samples.append(self._sample(tokens))
+            if not self._go_on(began, BUDGET_S / 2):
+                break
+        if not samples:
+            return Plan((), "measured"), ()
+        contention = self._contention(samples[-1])
+        model = CostModel(samples, contention, self._it.decoder.mlp_chunked)
+        verified: dict[int, tuple[float, float, int]] = {}
+        for sample in samples:
+            stock_s = model.stock_s(sample.tokens)
+            verified[sample.tokens] = (stock_s, stock_s, 1)
+            if not self._go_on(began, BUDGET_S):
+                continue
+            tried = self._agree.from_first(_candidates(model, sample.tokens))
+            if tried:
+                verified[sample.tokens] = self._try(sample.tokens, tried)
+                stock_s, overlapped_s, chunks = verified[sample.tokens]
+                say(
+                    f"overlap at {sample.tokens} tokens: stock {stock_s * 1e3:.2f} ms a layer, "
+                    f"{chunks} chunks {overlapped_s * 1e3:.2f} ms"
+                )
+        plan = build_plan(model, [sample.tokens for sample in samples], verified)
+        return Plan.from_json(self._agree.from_first(plan.to_json())), tuple(samples)
+
+    def _go_on(self, began: float, budget_s: float) -> bool:
+        return bool(self._agree.from_first(time.monotonic() - began < budget_s))
+
+    def _sample(self, tokens: int) -> Sample:
+        inputs = self._it.make_inputs(tokens)
+        rows, residual = inputs.hidden, inputs.hidden.clone()
+        mlp_reduces = not self._it.decoder.mlp_chunked
+        qkv = self._seconds(lambda layer: layer.qkv(inputs.positions, rows, residual.clone()))
+        o_proj = self._seconds(lambda layer: layer.o_proj(inputs.attended))
+        mlp = self._seconds(lambda layer: layer.mlp(rows.clone(), residual.clone()))
+        copying = self._seconds(lambda _layer: (rows.clone(), residual.clone()))
+        all_reduce = self._all_reduce(inputs)
+        own = [qkv - copying / 2, o_proj, mlp - copying - (all_reduce if mlp_reduces else 0.0)]
+        qkv_s, o_proj_s, mlp_s, all_reduce_s = self._agree.slowest([max(1e-7, s) for s in own] + [all_reduce])
+        return Sample(tokens, qkv_s, o_proj_s, mlp_s, all_reduce_s)
+
+    def _seconds(self, part: Callable[[DecoderLayer], Any]) -> float:
+        """Median seconds of one layer's part, over the probe layers as a pass meets them."""
+        found = []
+        for repeat in range(_WARM_UPS + _REPEATS):
+            self._agree.barrier()
+            before = self._now()
+            for layer in self._layers:
+                part(layer)
+            if repeat >= _WARM_UPS:
+                found.append((self._now() - before) / len(self._layers))
+        return statistics.median(found)
+
+    def _all_reduce(self, inputs: Inputs) -> float:
+        found = []
+        rows = torch.zeros_like(inputs.hidden)
+        for repeat in range(_WARM_UPS + _REPEATS):
+            self._agree.barrier()
+            before = self._now()
+            self._it.channel.all_reduce(rows).wait()
+            if repeat >= _WARM_UPS:
+                found.append(self._now() - before)
+        return self._agree.slowest([statistics.median(found)])[0]
+
+    def _contention(self, sample: Sample) -> Contention:
+        """Both at once: an AllReduce while an MLP computes."""
+        inputs = self._it.make_inputs(sample.tokens)
+        if not self._it.decoder.mlp_chunked:  # its MLP has an AllReduce of its own
+            return Contention()
+        layer, rows = self._layers[0], torch.zeros_like(inputs.hidden)
+        compute, channel = [], []
+        for _ in range(_REPEATS):
+            self._agree.barrier()
+            before = self._now()
+            reducing = self._it.channel.all_reduce(rows)
+            while True:  # until the channel is done, so that both are busy all the time
+                layer.mlp(inputs.hidden.clone(), inputs.hidden.clone())
+                self._it.synchronize()
+                computed = time.perf_counter() - before
+                if computed >= sample.all_reduce_s or computed >= sample.mlp_s:
+                    break
+            reducing.wait()
+            both = self._now() - before
+            compute.append(computed / sample.mlp_s)
+            channel.append(both / max(sample.all_reduce_s, computed))
+        slow = self._agree.slowest([statistics.median(compute), statistics.median(channel)])
+        return Contention(max(1.0, min(slow[0], 3.0)), max(1.0, min(slow[1], 3.0)))
+
+    def _try(self, tokens: int, counts: Sequence[int]) -> tuple[float, float, int]:
+        """Seconds of a layer without attention: stock, and in the best of `counts` chunks, taken in turns."""
+        inputs = self._it.make_inputs(tokens)
+        found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
+        for trial in range(_WARM_UPS + _TRIALS):
+            for count, seconds in found.items():
+                self._agree.barrier()
+                before = self._now()
+                self._pass(inputs, count)
+                if trial >= _WARM_UPS:
+                    seconds.append((self._now() - before) / len(self._layers))
+        medians = self._agree.slowest([statistics.median(seconds) for seconds in found.values()])
+        by_count = dict(zip(found, medians, strict=True))
+        best = min(counts, key=lambda count: by_count[count])
+        return by_count[1], by_count[best], best
+
+    def _pass(self, inputs: Inputs, count: int) -> None:
+        """Some layers without their attention."""
+        if count > 1:
+            probe = _WithoutAttention(self._it.decoder, self._layers, inputs.attended)
+            decoders.run(probe, self._it.channel, inputs.hidden.clone(), inputs.positions, count)
+            return
+        hidden, residual = inputs.hidden.clone(), None
+        for layer in self._layers:
+            _heads, residual = layer.qkv(inputs.positions, hidden, residual)
+            hidden = self._it.stock_reduce(layer.o_proj(inputs.attended))
+            hidden, residual = layer.mlp(hidden, residual)
+            if self._it.decoder.mlp_chunked:
+                hidden = self._it.stock_reduce(hidden)
+        assert residual is not None
+        self._it.decoder.norm(hidden, residual)
+
+    def _now(self) -> float:
+        self._it.synchronize()
+        return time.perf_counter()
+
+
+class _WithoutAttention:
+    """A decoder of a few layers whose attention is given."""
+
+    def __init__(self, decoder: Decoder, layers: Sequence[DecoderLayer], attended: torch.Tensor) -> None:
+        self.layers = [_LayerWithoutAttention(layer, attended) for layer in layers]
+        self.mlp_chunked, self._decoder = decoder.mlp_chunked, decoder
+
+    def norm(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._decoder.norm(hidden, residual)
+
+
+class _LayerWithoutAttention:
+    def __init__(self, layer: DecoderLayer, attended: torch.Tensor) -> None:
+        self.qkv, self.o_proj, self.mlp, self._attended = layer.qkv, layer.o_proj, layer.mlp, attended
+
+    def attention(self, heads: Heads) -> torch.Tensor:
+        return self._attended
+
+
+def _candidates(model: CostModel, tokens: int) -> list[int]:
+    """The numbers of chunks worth a trial at this size, the most promising first."""
+    gains = {
+        count: model.gain(tokens, count)
+        for count in CHUNK_COUNTS
+        if count > 1 and tokens >= count * CHUNK_ROWS and len(bounds(tokens, count)) == count
+    }
+    hopeful = [count for count in gains if gains[count] > _HOPELESS]
+    return sorted(hopeful, key=lambda count: -gains[count])[:_TRIED]

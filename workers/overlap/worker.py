@@ -1,0 +1,53 @@
+"""What the engine can ask of all its shards at once, between two steps (vLLM's `collective_rpc`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from workers.overlap import runtime as runtimes
+from workers.overlap.plan_store import PlanStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
+
+
+class OverlapWorker:
+    """Added to vLLM's worker class by `worker_extension_cls`; no state of its own."""
+
+    vllm_config: VllmConfig
+
+    def plan_overlap(self) -> str:
+        """Load or measure this replica's plan and begin to use it; returns a line about it.
+
+        Raises:
+            RuntimeError: a rank or its link is gone; the replica cannot start.
+        """
+        runtime = runtimes.current()
+        if runtime is None or not runtime.splittable or runtime.mode != runtimes.AUTO:
+            return runtime.report().reason if runtime else "no overlap in this process"
+        from workers.overlap.attach import measurable  # noqa: PLC0415 - needs the worker's groups
+        from workers.overlap.planner import Planner  # noqa: PLC0415
+
+        began = time.monotonic()
+        measured, agreement = measurable(runtime, self.vllm_config)
+        store = PlanStore(self.vllm_config, runtime, agreement)
+        planner = Planner(measured, agreement)
+        plan, why = store.recall(planner)
+        if plan is None:
+            plan, samples = planner.plan(store.max_tokens, log.info)
+            store.keep(plan, samples)
+            why = f"measured in {time.monotonic() - began:.1f} s" + (f" ({why})" if why else "")
+        runtime.set_plan(plan, why)
+        line = runtime.report().reason
+        log.info("overlap: %s; splits from %s tokens on", line, plan.threshold)
+        return line
+
+    def set_overlap(self, mode: str) -> None:
+        """Change the mode of this rank; only ever called on all ranks at once."""
+        runtime = runtimes.current()
+        if runtime is not None:
+            runtime.set_mode(mode)
