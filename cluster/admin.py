@@ -26,6 +26,7 @@ class Controller(Protocol):
 
     def status(self) -> admin_pb2.ClusterStatus: ...
     def members(self) -> admin_pb2.Members: ...
+    async def overlap(self) -> admin_pb2.OverlapStatus: ...
     async def wait_change(self, version: int, timeout_s: float) -> None: ...
     async def restart_replica(self, name: str, grace_s: float) -> bool: ...
     async def shutdown(self, grace_s: float) -> None: ...
@@ -58,6 +59,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         if request.digest and request.digest != bundle.digest:
             await _refuse(context, f"no tokenizer with digest {request.digest}; there is {bundle.digest}")
         return bundle
+
+    async def GetOverlap(  # noqa: N802
+        self, request: admin_pb2.GetOverlapRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.OverlapStatus:
+        return await self._controller.overlap()
 
     async def RestartReplica(  # noqa: N802
         self, request: admin_pb2.RestartReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]

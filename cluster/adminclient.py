@@ -36,6 +36,15 @@ class AdminClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
+    def overlap(self, timeout_s: float = 5.0) -> admin_pb2.OverlapStatus:
+        """What each shard says of its AllReduces now; a shard has 2 s to answer."""
+        try:
+            return self._stub.GetOverlap(
+                admin_pb2.GetOverlapRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
     def begin_shutdown(self, grace_s: float, timeout_s: float) -> grpc.Future[admin_pb2.ShutdownResponse]:
         """Start draining and ending everything; the future is done when it has ended, or failed."""
         request = admin_pb2.ShutdownRequest(grace_s=grace_s)

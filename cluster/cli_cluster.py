@@ -97,7 +97,8 @@ def down(name: str | None, grace: float, force: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="everything, as one JSON document")
 @click.option("--watch", is_flag=True, help="again every second until Ctrl-C")
-def status(name: str | None, address: str | None, as_json: bool, watch: bool) -> None:
+@click.option("--overlap", is_flag=True, help="instead: how each shard overlaps AllReduce, and what it hides")
+def status(name: str | None, address: str | None, as_json: bool, watch: bool, overlap: bool) -> None:
     """Show a cluster: replicas, their shards and where they sit, KV cache, load, prefix hits, restarts.
 
     Then, for each router, how well it knows the replicas: blocks indexed, learned speed, mean error of its
@@ -108,12 +109,14 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool) ->
       kvorum status
       kvorum status --watch
       kvorum status --json | jq '.replicas[].load.kv_usage'
+      kvorum status --overlap
     """
     from rich.console import Group
     from rich.live import Live
 
     from cluster.adminclient import AdminClient
     from cluster.display import make_console, status_json, status_view
+    from cluster.overlap_view import overlap_json, overlap_view
     from cluster.routing_view import ask_routers, routing_view
 
     console = make_console()
@@ -122,7 +125,10 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool) ->
     with AdminClient(where, token) as admin:
 
         def shown() -> Any:
-            found = _ask(admin, where)
+            if overlap:
+                asked = _ask(admin.overlap, where)
+                return overlap_json(asked) if as_json else overlap_view(asked)
+            found = _ask(admin.status, where)
             routing = ask_routers(found, token, target)
             if as_json:
                 return status_json(found, routing)
@@ -235,11 +241,11 @@ def _routers(name: str | None) -> Any:
     return of_state(states.find(name))
 
 
-def _ask(admin: Any, where: str) -> Any:
+def _ask(question: Callable[[], Any], where: str) -> Any:
     from protos.errors import KvorumError
 
     try:
-        return admin.status()
+        return question()
     except KvorumError as error:
         raise RunFailed(
             f"the controller at {where} does not answer ({error.code.name}: {error.message}); "

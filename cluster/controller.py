@@ -192,6 +192,14 @@ class ControllerActor:
         status.routers.append(self._router.status())
         return status
 
+    async def overlap(self) -> admin_pb2.OverlapStatus:
+        """What each shard says of its AllReduces now; every one is asked at once."""
+        return admin_pb2.OverlapStatus(
+            name=self._spec.config.name,
+            tensor_parallel_size=self._spec.config.engine.tensor_parallel_size,
+            replicas=await asyncio.gather(*(s.overlap() for s in self._supervisors)),
+        )
+
     async def restart_replica(self, name: str, grace_s: float) -> bool:
         """Drain and replace one replica; False when there is none of that name."""
         for supervisor in self._supervisors:

@@ -194,7 +194,7 @@ def status_view(status: admin_pb2.ClusterStatus) -> Group:
         Text(f"{router.name}: {router.address}  pid {router.pid}" if router.alive else f"{router.name}: down")
         for router in status.routers
     ]
-    return Group(heading, table, *routers, *errors)
+    return Group(heading, table, *_overlap_lines(status), *routers, *errors)
 
 
 def status_json(
@@ -241,6 +241,18 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+
+
+def _overlap_lines(status: admin_pb2.ClusterStatus) -> list[Text]:
+    """One line for all replicas of the same mind, which is one line in all as a rule."""
+    minds: dict[str, list[str]] = {}
+    for replica in status.replicas:
+        if replica.overlap:
+            minds.setdefault(replica.overlap, []).append(replica.replica)
+    return [
+        Text(f"overlap: {mind}" if len(minds) == 1 else f"overlap of {', '.join(replicas)}: {mind}")
+        for mind, replicas in minds.items()
+    ]
 
 
 def _shard_text(shard: admin_pb2.ShardStatus) -> str:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,8 +18,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
+from cluster.overlap import ask_shards, summary, to_message
 from cluster.placement import PlacementError, Topology, allocate
+from cluster.rayerrors import last_line
 from protos import admin_pb2, common_pb2
+from workers.overlap.report import OverlapReport
 from workers.placement import ReplicaPlacement, ShardInfo, ShardSlot, choose_collective
 from workers.replica import ReplicaActor, ReplicaInfo, ReplicaSpec
 
@@ -46,6 +50,8 @@ class ReplicaRecord:
     info: ReplicaInfo | None = None
     slots: tuple[ShardSlot, ...] = ()
     shards: tuple[ShardInfo, ...] = ()
+    overlap: str = ""
+    """How this epoch splits its steps, in one line; empty until all its shards have said so."""
     restarts: int = 0
     last_error: str = ""
 
@@ -90,7 +96,7 @@ class ReplicaSupervisor:
             except PlacementError as error:
                 reason = str(error)
             except Exception as error:  # whatever ended this epoch, the answer is the next one
-                reason = _first_line(error)
+                reason = last_line(error)
             if self._asked_to_restart:
                 self._asked_to_restart = False
                 await self._discard_epoch()
@@ -135,6 +141,26 @@ class ReplicaSupervisor:
         asked = [self._describe_shard(placement.shard_name(slot.rank)) for slot in record.slots]
         found = await asyncio.gather(*asked)
         record.shards = tuple(info for info in found if info is not None)
+        if not record.overlap:  # decided before an epoch is ready, and once
+            asked_of, line = record.epoch, summary(await self._ask_overlap())
+            if record.epoch == asked_of:
+                record.overlap = line
+
+    async def overlap(self) -> admin_pb2.ReplicaOverlap:
+        """What each shard of a ready replica says of its AllReduces now."""
+        record = self.record
+        epoch, state = record.epoch, record.state
+        answers = await self._ask_overlap() if state == admin_pb2.READY else {}
+        return to_message(record.name, epoch, state, answers)
+
+    async def _ask_overlap(self) -> dict[int, OverlapReport | str]:
+        placement = self._placement(self.record.epoch, self.record.slots)
+        return await ask_shards(
+            {
+                slot.rank: partial(ray.get_actor, placement.shard_name(slot.rank), placement.namespace)
+                for slot in placement.slots
+            }
+        )
 
     async def _describe_shard(self, name: str) -> ShardInfo | None:
         try:
@@ -181,7 +207,7 @@ class ReplicaSupervisor:
         around, record = self._around, self.record
         self._move(admin_pb2.PENDING)
         group = await self._reserve()
-        record.epoch = secrets.token_hex(4)
+        record.epoch, record.overlap = secrets.token_hex(4), ""
         placed, cores_of = await asyncio.to_thread(_places, group)
         # No await between looking and taking: other replicas are being placed at the same time.
         taken = around.taken_cores(record.name)
@@ -276,6 +302,7 @@ class ReplicaSupervisor:
             slots=slots,
             start_timeout_s=self._around.config.engine.start_timeout_s,
             front_cores=self._around.front_cores,
+            overlap=self._around.config.engine.overlap,
         )
 
     async def _discard_epoch(self) -> None:
@@ -317,6 +344,7 @@ def to_status(record: ReplicaRecord, load: common_pb2.ReplicaLoad | None) -> adm
         load=load,
         restarts=record.restarts,
         last_error=record.last_error,
+        overlap=record.overlap if record.state == admin_pb2.READY else "",
     )
     known = {shard.rank: shard for shard in record.shards}
     for slot in record.slots:
@@ -367,9 +395,3 @@ async def _end(actor: Any) -> None:
 
 async def _awaited(ref: Any) -> Any:
     return await ref
-
-
-def _first_line(error: BaseException) -> str:
-    """Ray wraps a remote traceback in the message; its last line is what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:400]

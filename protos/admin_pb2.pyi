@@ -255,6 +255,7 @@ class ReplicaStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     epoch: _builtins.str
     state: Global___ReplicaState.ValueType
@@ -267,6 +268,8 @@ class ReplicaStatus(_message.Message):
     node: _builtins.str
     restarts: _builtins.int
     last_error: _builtins.str
+    overlap: _builtins.str
+    """one line: how its steps are split, or why they are not; empty: not known"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStatus]: ...
     @_builtins.property
@@ -287,10 +290,11 @@ class ReplicaStatus(_message.Message):
         load: _common_pb2.ReplicaLoad | None = ...,
         restarts: _builtins.int = ...,
         last_error: _builtins.str = ...,
+        overlap: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age_s", b"age_s", "engine_core_pid", b"engine_core_pid", "epoch", b"epoch", "last_error", b"last_error", "load", b"load", "node", b"node", "pid", b"pid", "replica", b"replica", "restarts", b"restarts", "shards", b"shards", "state", b"state", "state_for_s", b"state_for_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age_s", b"age_s", "engine_core_pid", b"engine_core_pid", "epoch", b"epoch", "last_error", b"last_error", "load", b"load", "node", b"node", "overlap", b"overlap", "pid", b"pid", "replica", b"replica", "restarts", b"restarts", "shards", b"shards", "state", b"state", "state_for_s", b"state_for_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +385,237 @@ class ClusterStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class GetOverlapRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverlapRequest: _TypeAlias = GetOverlapRequest  # noqa: Y015
+
+@_typing.final
+class OverlapStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tensor_parallel_size: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaOverlap]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        replicas: _abc.Iterable[Global___ReplicaOverlap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "replicas", b"replicas", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverlapStatus: _TypeAlias = OverlapStatus  # noqa: Y015
+
+@_typing.final
+class ReplicaOverlap(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    DISAGREEMENT_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    epoch: _builtins.str
+    state: Global___ReplicaState.ValueType
+    disagreement: _builtins.str
+    """how ranks split steps differently, which must never be; else empty"""
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardOverlap]:
+        """by rank; none unless ready"""
+
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        state: Global___ReplicaState.ValueType = ...,
+        shards: _abc.Iterable[Global___ShardOverlap] | None = ...,
+        disagreement: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disagreement", b"disagreement", "epoch", b"epoch", "replica", b"replica", "shards", b"shards", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaOverlap: _TypeAlias = ReplicaOverlap  # noqa: Y015
+
+@_typing.final
+class ShardOverlap(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SILENCE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    STOCK_FIELD_NUMBER: _builtins.int
+    OVERLAPPED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    silence: _builtins.str
+    """why the shard did not say; then nothing else is set"""
+    mode: _builtins.str
+    """as configured: auto | off | a number of chunks"""
+    path: _builtins.str
+    """overlapped | stock"""
+    reason: _builtins.str
+    """why the path is stock, or what the plan rests on"""
+    model: _builtins.str
+    """architecture"""
+    collective: _builtins.str
+    """nccl | shm | gloo | none"""
+    @_builtins.property
+    def plan(self) -> Global___OverlapPlan: ...
+    @_builtins.property
+    def stock(self) -> Global___PathTotals: ...
+    @_builtins.property
+    def overlapped(self) -> Global___PathTotals: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        silence: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        path: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        model: _builtins.str = ...,
+        collective: _builtins.str = ...,
+        plan: Global___OverlapPlan | None = ...,
+        stock: Global___PathTotals | None = ...,
+        overlapped: Global___PathTotals | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overlapped", b"overlapped", "plan", b"plan", "stock", b"stock"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective", b"collective", "mode", b"mode", "model", b"model", "overlapped", b"overlapped", "path", b"path", "plan", b"plan", "rank", b"rank", "reason", b"reason", "silence", b"silence", "stock", b"stock"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardOverlap: _TypeAlias = ShardOverlap  # noqa: Y015
+
+@_typing.final
+class OverlapPlan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    origin: _builtins.str
+    """none | measured | cached | forced"""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverlapPlanRow]: ...
+    def __init__(
+        self,
+        *,
+        origin: _builtins.str = ...,
+        rows: _abc.Iterable[Global___OverlapPlanRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverlapPlan: _TypeAlias = OverlapPlan  # noqa: Y015
+
+@_typing.final
+class OverlapPlanRow(_message.Message):
+    """What holds from `tokens` tokens of a step on. Times are of one decoder layer without attention; 0: not measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    STOCK_MS_FIELD_NUMBER: _builtins.int
+    OVERLAPPED_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    ALL_REDUCE_MS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    chunks: _builtins.int
+    stock_ms: _builtins.float
+    overlapped_ms: _builtins.float
+    compute_ms: _builtins.float
+    all_reduce_ms: _builtins.float
+    """one of the layer's two"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        chunks: _builtins.int = ...,
+        stock_ms: _builtins.float = ...,
+        overlapped_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+        all_reduce_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_reduce_ms", b"all_reduce_ms", "chunks", b"chunks", "compute_ms", b"compute_ms", "overlapped_ms", b"overlapped_ms", "stock_ms", b"stock_ms", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverlapPlanRow: _TypeAlias = OverlapPlanRow  # noqa: Y015
+
+@_typing.final
+class PathTotals(_message.Message):
+    """Sums over the steps of one path since the engine's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
+    ALL_REDUCE_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    TIMED_STEPS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    tokens: _builtins.int
+    forward_s: _builtins.float
+    all_reduce_s: _builtins.float
+    """at least one AllReduce in flight, in the timed steps"""
+    exposed_s: _builtins.float
+    """nothing done but wait for one, in the timed steps"""
+    timed_steps: _builtins.int
+    """steps whose AllReduces were timed; on an accelerator, some"""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        forward_s: _builtins.float = ...,
+        all_reduce_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        timed_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_reduce_s", b"all_reduce_s", "exposed_s", b"exposed_s", "forward_s", b"forward_s", "steps", b"steps", "timed_steps", b"timed_steps", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PathTotals: _TypeAlias = PathTotals  # noqa: Y015
 
 @_typing.final
 class WatchMembersRequest(_message.Message):

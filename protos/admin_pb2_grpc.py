@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=protos_dot_admin__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=protos_dot_admin__pb2.TokenizerBundle.FromString,
                 _registered_method=True)
+        self.GetOverlap = channel.unary_unary(
+                '/kvorum.v1.Admin/GetOverlap',
+                request_serializer=protos_dot_admin__pb2.GetOverlapRequest.SerializeToString,
+                response_deserializer=protos_dot_admin__pb2.OverlapStatus.FromString,
+                _registered_method=True)
         self.RestartReplica = channel.unary_unary(
                 '/kvorum.v1.Admin/RestartReplica',
                 request_serializer=protos_dot_admin__pb2.RestartReplicaRequest.SerializeToString,
@@ -79,6 +84,13 @@ class AdminServicer:
 
     def GetTokenizer(self, request, context):
         """The tokenizer bundle of a served model, so that a router needs none of its files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOverlap(self, request, context):
+        """Asks every shard of every ready replica now: which path its steps take, why, and where the time went.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +127,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=protos_dot_admin__pb2.GetTokenizerRequest.FromString,
                     response_serializer=protos_dot_admin__pb2.TokenizerBundle.SerializeToString,
+            ),
+            'GetOverlap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverlap,
+                    request_deserializer=protos_dot_admin__pb2.GetOverlapRequest.FromString,
+                    response_serializer=protos_dot_admin__pb2.OverlapStatus.SerializeToString,
             ),
             'RestartReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.RestartReplica,
@@ -208,6 +225,33 @@ class Admin:
             '/kvorum.v1.Admin/GetTokenizer',
             protos_dot_admin__pb2.GetTokenizerRequest.SerializeToString,
             protos_dot_admin__pb2.TokenizerBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOverlap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Admin/GetOverlap',
+            protos_dot_admin__pb2.GetOverlapRequest.SerializeToString,
+            protos_dot_admin__pb2.OverlapStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class AdminStub:
     """The current members, then again whenever they change; also repeated as a heartbeat."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTokenizerRequest, _admin_pb2.TokenizerBundle]
     """The tokenizer bundle of a served model, so that a router needs none of its files."""
+    GetOverlap: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetOverlapRequest, _admin_pb2.OverlapStatus]
+    """Asks every shard of every ready replica now: which path its steps take, why, and where the time went."""
     RestartReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartReplicaRequest, _admin_pb2.RestartReplicaResponse]
     """Drains one replica and starts a fresh one in its place."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]
@@ -49,6 +51,8 @@ class AdminAsyncStub(AdminStub):
     """The current members, then again whenever they change; also repeated as a heartbeat."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTokenizerRequest, _admin_pb2.TokenizerBundle]  # type: ignore[assignment]
     """The tokenizer bundle of a served model, so that a router needs none of its files."""
+    GetOverlap: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetOverlapRequest, _admin_pb2.OverlapStatus]  # type: ignore[assignment]
+    """Asks every shard of every ready replica now: which path its steps take, why, and where the time went."""
     RestartReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartReplicaRequest, _admin_pb2.RestartReplicaResponse]  # type: ignore[assignment]
     """Drains one replica and starts a fresh one in its place."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]  # type: ignore[assignment]
@@ -77,6 +81,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.TokenizerBundle, _abc.Awaitable[_admin_pb2.TokenizerBundle]]:
         """The tokenizer bundle of a served model, so that a router needs none of its files."""
+
+    @_abc_1.abstractmethod
+    def GetOverlap(
+        self,
+        request: _admin_pb2.GetOverlapRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.OverlapStatus, _abc.Awaitable[_admin_pb2.OverlapStatus]]:
+        """Asks every shard of every ready replica now: which path its steps take, why, and where the time went."""
 
     @_abc_1.abstractmethod
     def RestartReplica(

@@ -319,6 +319,12 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in this fake")
         return admin_pb2.ClusterStatus()
 
+    async def GetOverlap(  # noqa: N802
+        self, request: admin_pb2.GetOverlapRequest, context: Any
+    ) -> admin_pb2.OverlapStatus:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in this fake")
+        return admin_pb2.OverlapStatus()
+
     async def RestartReplica(  # noqa: N802
         self, request: admin_pb2.RestartReplicaRequest, context: Any
     ) -> admin_pb2.RestartReplicaResponse:

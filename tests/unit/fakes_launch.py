@@ -28,6 +28,7 @@ class FakeController(admin_pb2_grpc.AdminServicer):
     def __init__(self, script: Script, token: str) -> None:
         self._script, self._token = script, token
         self.asked = 0
+        self.overlap = admin_pb2.OverlapStatus()
         self.grace_s: float | None = None
         self.may_end = threading.Event()
         self.may_end.set()
@@ -36,6 +37,10 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         self._check(context)
         self.asked += 1
         return self._script(self.asked - 1)
+
+    def GetOverlap(self, request: admin_pb2.GetOverlapRequest, context: Any) -> admin_pb2.OverlapStatus:  # noqa: N802
+        self._check(context)
+        return self.overlap
 
     def Shutdown(self, request: admin_pb2.ShutdownRequest, context: Any) -> admin_pb2.ShutdownResponse:  # noqa: N802
         self._check(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -139,14 +140,28 @@ def test_status_elsewhere_takes_the_token_from_the_environment(
     assert '"state": "READY"' in out
 
 
+def test_status_of_overlap_is_asked_of_the_controller(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with fake_controller(lambda _n: fake_status(admin_pb2.READY)) as (controller, address):
+        fake_state(tmp_path, admin_address=address)
+        replica = controller.overlap.replicas.add(replica="replica-0", state=admin_pb2.READY)
+        replica.shards.add(rank=0, path="stock", reason="the only shard of its replica", mode="auto")
+        _, out, _ = ended(capsys, "status", "--overlap")
+        _, plain, _ = ended(capsys, "status", "--overlap", "--json")
+    assert "replica-0: stock path: the only shard of its replica" in out
+    assert json.loads(plain)["replicas"][0]["shards"][0]["mode"] == "auto"
+
+
 def test_status_of_a_dead_controller_says_what_to_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fake_state(tmp_path, admin_address="127.0.0.1:9")
-    code, _, errors = ended(capsys, "status")
-    assert code == 1
-    assert "127.0.0.1:9 does not answer" in errors[0]
-    assert "kvorum down" in errors[0]
+    for asked in (("status",), ("status", "--overlap")):
+        code, _, errors = ended(capsys, *asked)
+        assert code == 1
+        assert "127.0.0.1:9 does not answer" in errors[0]
+        assert "kvorum down" in errors[0]
 
 
 def test_status_of_a_starting_cluster_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from cluster.config import ClusterConfig, dump, leaves, load
 from cluster.failures import ConfigError
+from workers.overlap.plan import CHUNK_COUNTS
+from workers.placement import OverlapMode
 
 
 def config_file(folder: Path, text: str) -> Path:
@@ -127,6 +130,49 @@ def test_relative_paths_of_the_file_are_taken_from_its_folder(tmp_path: Path) ->
 def test_relative_model_folder_is_made_absolute_and_a_name_is_not(tmp_path: Path) -> None:
     assert load(config_file(tmp_path, "engine: {model: ./ckpt}\n")).engine.model == str(tmp_path / "ckpt")
     assert load(config_file(tmp_path, "engine: {model: org/name}\n")).engine.model == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("off", "off"), ("'off'", "off"), ("4", "4"), ("'4'", "4"), ("1", "1"), ("auto", "auto")],
+)
+def test_overlap_may_be_written_as_yaml_likes_it(tmp_path: Path, written: str, meant: str) -> None:
+    path = config_file(tmp_path, f"engine: {{tensor_parallel_size: 2, overlap: {written}}}\n")
+    assert load(path).engine.overlap == meant
+    assert load(config_file(tmp_path, dump(load(path)))).engine.overlap == meant
+
+
+def test_overlap_modes_are_the_chunk_counts_a_plan_may_have() -> None:
+    assert get_args(OverlapMode) == ("auto", "off", *(str(count) for count in CHUNK_COUNTS))
+
+
+@pytest.mark.parametrize("written", ["5", "0", "-2", "on", "2.0", "[4]", "null"])
+def test_overlap_out_of_range_is_refused_with_its_line_and_what_there_is(
+    tmp_path: Path, written: str
+) -> None:
+    [problem] = problems_of(tmp_path, f"engine:\n  tensor_parallel_size: 2\n  overlap: {written}\n")
+    assert (
+        "cluster.yaml:3: engine.overlap: input should be 'auto', 'off', '1', '2', '3', '4', '6' or '8'"
+        in problem
+    )
+
+
+def test_forced_chunks_need_several_shards_that_split_each_layer(tmp_path: Path) -> None:
+    [problem] = problems_of(tmp_path, "engine:\n  overlap: 4\n")
+    assert "cluster.yaml:2: engine.overlap: 4 chunks hide AllReduce between tensor-parallel shards" in problem
+    assert "tensor_parallel_size is 1: raise it, or use auto or off" in problem
+    assert load(config_file(tmp_path, "engine: {overlap: 1}\n")).engine.overlap == "1"
+
+
+def test_forced_chunks_need_all_layers_in_one_stage(tmp_path: Path) -> None:
+    text = "engine: {tensor_parallel_size: 2, pipeline_parallel_size: 3, overlap: 2}\n"
+    [problem] = problems_of(tmp_path, text)
+    assert "pipeline_parallel_size is 3: make it 1, or use auto or off" in problem
+
+
+def test_wrong_parallel_size_is_one_problem_not_two(tmp_path: Path) -> None:
+    [problem] = problems_of(tmp_path, "engine: {tensor_parallel_size: 0, overlap: 4}\n")
+    assert "engine.tensor_parallel_size" in problem
 
 
 def test_every_field_describes_itself() -> None:

@@ -77,6 +77,24 @@ def test_last_error_is_shown_as_it_is() -> None:
     assert "replica-0 last error: shard [rank 1] died" in text
 
 
+def test_replicas_of_one_mind_share_a_line_about_overlap() -> None:
+    replicas = [
+        a_replica(replica=f"replica-{k}", overlap="4 chunks from 512 tokens (measured)") for k in range(2)
+    ]
+    lines = [line.strip() for line in rendered(a_status(*replicas)).splitlines() if "overlap" in line]
+    assert lines == ["overlap: 4 chunks from 512 tokens (measured)"]
+    replicas[1].overlap = "stock path: the link is gone [eth0]"
+    lines = [line.strip() for line in rendered(a_status(*replicas)).splitlines() if "overlap" in line]
+    assert lines == [
+        "overlap of replica-0: 4 chunks from 512 tokens (measured)",
+        "overlap of replica-1: stock path: the link is gone [eth0]",
+    ]
+
+
+def test_nothing_is_said_of_overlap_before_the_shards_have() -> None:
+    assert "overlap" not in rendered(a_status(a_replica()))
+
+
 def test_dead_router_and_dead_shard_are_visible() -> None:
     replica = a_replica()
     replica.shards[0].alive = False

@@ -63,6 +63,16 @@ def test_booleans_can_be_switched_either_way(flag: str, value: bool) -> None:
     assert given(flag) == {"engine": {"compile": value}}
 
 
+@pytest.mark.parametrize("value", ["auto", "off", "1", "8"])
+def test_overlap_is_a_flag_of_few_values(value: str) -> None:
+    nested = given("--overlap", value, "--tensor-parallel-size", "2")
+    assert load(None, nested).engine.overlap == value
+
+
+def test_overlap_of_five_chunks_is_refused_with_what_there_is() -> None:
+    assert "'5' is not one of 'auto', 'off', '1', '2', '3', '4', '6', '8'" in refusal("--overlap", "5")
+
+
 def test_engine_arguments_are_read_as_yaml() -> None:
     nested = given(
         "--engine-arg", "block-size=32", "--engine-arg", "speculative_config={method: ngram, n: 2}",

@@ -117,6 +117,6 @@ def test_shared_memory_needs_one_host_and_a_core_for_each_rank() -> None:
 
 def test_a_placement_survives_its_trip_through_vllms_config() -> None:
     placement = ReplicaPlacement(
-        "replica-0", "e1", "ns", "127.0.0.1:1", "cpu", "shm", _slots(("a", (0,)), ("a", (1,)))
+        "replica-0", "e1", "ns", "127.0.0.1:1", "cpu", "shm", _slots(("a", (0,)), ("a", (1,))), overlap="4"
     )
     assert ReplicaPlacement.from_config(placement.to_config()) == placement
