@@ -15,8 +15,8 @@ from protos import admin_pb2
 
 _LEGEND = (
     "plan: ms of one decoder layer without attention, AllReduce is one of its two; shards: seconds since the "
-    "engine's start, AllReduce in the timed steps alone, exposed is AllReduce with nothing else to do, hidden "
-    "is the rest of it; -: not measured"
+    "engine's start, AllReduce in the timed steps alone, exposed is AllReduce with nothing else to do, "
+    "hidden is the rest of it; -: not measured"
 )
 
 

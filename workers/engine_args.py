@@ -113,6 +113,9 @@ def build(
         values["max_num_batched_tokens"] = config.max_num_batched_tokens or max(
             CPU_STEP_TOKENS, config.max_num_seqs
         )
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        # Without it a rank that waits for a lost one is told after half an hour.
+        values["distributed_timeout_seconds"] = max(1, int(config.start_timeout_s))
     if config.lora_modules:
         values["enable_lora"] = True
         values["max_loras"] = len(config.lora_modules)

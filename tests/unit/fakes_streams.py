@@ -2,24 +2,28 @@
 
 Within `with FakeDevice(...)`, a torch operation does not run when it is called: it joins the queue of the
 current stream. Streams run their queues in any order that the events between them allow. What was not yet
-computed reads as NaN, and so does memory that the allocator has given away: a missing wait shows in the
-result.
+computed reads as NaN: a missing wait shows in the result. Memory that no tensor sees any more is given away
+in the order of the stream it came from; work on it that is left in another queue then is a RaceError.
 """
 
 from __future__ import annotations
 
 import random
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class RaceError(AssertionError):
+    """The device did something whose outcome depends on luck."""
 
 
 @dataclass
@@ -31,12 +35,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Work:
-    """Something in a stream's queue: runs after `after`, takes `seconds`."""
+    """Something in a stream's queue: runs after `after`, takes `seconds`, uses the memory `touches`."""
 
     run: Callable[[], Any] = lambda: None
     after: Point | None = None
     reached: Point | None = None
     seconds: float = 0.0
+    touches: frozenset[int] = frozenset()
 
 
 class FakeStream:
@@ -56,7 +61,7 @@ class FakeStream:
         after = self.queue[0].after
         return after is None or after.at is not None
 
-    def run_next(self) -> None:
+    def run_next(self) -> Work:
         work = self.queue.popleft()
         if work.after is not None:
             assert work.after.at is not None
@@ -65,6 +70,7 @@ class FakeStream:
         work.run()
         if work.reached is not None:
             work.reached.at = self.clock
+        return work
 
 
 class FakeEvent:
@@ -105,7 +111,7 @@ class _Block:
     used_by: list[FakeStream] = field(default_factory=list)
 
 
-class FakeDevice(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):  # type: ignore[misc]
     """A device (see workers.overlap.streams.Device) whose streams interleave by a seeded choice.
 
     Some seeds let one stream run as far as it can before the others, some let the device keep up with
@@ -121,11 +127,17 @@ class FakeDevice(TorchDispatchMode):
         self.streams: list[FakeStream] = []
         self._current = self.computing = self.new_stream()
         self._blocks: dict[int, _Block] = {}
+        self._pending = Counter[int]()  # queued work by the memory it touches
         self.events: list[FakeEvent] = []
 
     def new_stream(self) -> FakeStream:
         self.streams.append(FakeStream(self))
         return self.streams[-1]
+
+    @property
+    def lazy(self) -> bool:
+        """It begins only when it must."""
+        return self._eager == 0.0
 
     def current_stream(self) -> FakeStream:
         return self._current
@@ -153,6 +165,7 @@ class FakeDevice(TorchDispatchMode):
 
     def enqueue(self, stream: FakeStream, work: Work) -> None:
         stream.queue.append(work)
+        self._pending.update(work.touches)
         while self._chance.random() < self._eager and any(each.ready for each in self.streams):
             self.run_some()
 
@@ -163,7 +176,8 @@ class FakeDevice(TorchDispatchMode):
             raise AssertionError("every stream waits for another one")
         first = self._chance.random() < self._favour_first
         with _disable_current_modes(), torch.no_grad():
-            (ready[0] if first else self._chance.choice(ready)).run_next()
+            work = (ready[0] if first else self._chance.choice(ready)).run_next()
+        self._pending.subtract(work.touches)
 
     def finish(self) -> None:
         """Until all queues are empty."""
@@ -176,11 +190,11 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         # The queue must not keep alive what the caller has dropped, so it holds other tensors on the memory.
         held = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), kwargs))
-        if any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
-            self.enqueue(self._current, Work(lambda: func(*held[0], **held[1])))
+        sources = frozenset(_memory(each) for each in tree_leaves(held) if isinstance(each, torch.Tensor))
+        if _writes(func):
+            self.enqueue(self._current, Work(lambda: func(*held[0], **held[1]), touches=sources))
             return args[0]
         result = func(*args, **kwargs)
-        sources = {_memory(tensor) for tensor in tree_leaves(held) if isinstance(tensor, torch.Tensor)}
         outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
         if all(_memory(tensor) in sources for tensor in outputs):  # a view
             self._track(outputs)
@@ -190,7 +204,9 @@ class FakeDevice(TorchDispatchMode):
             self._blocks[_memory(tensor)] = _Block(self._current, tensor.detach())
         self._track(outputs)
         if "empty" not in func.__name__:
-            self.enqueue(self._current, Work(partial(_compute, func, held, [t.detach() for t in outputs])))
+            compute = partial(_compute, func, held, [tensor.detach() for tensor in outputs])
+            touches = sources | {_memory(tensor) for tensor in outputs}
+            self.enqueue(self._current, Work(compute, touches=touches))
         return result
 
     def _track(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -207,9 +223,9 @@ class FakeDevice(TorchDispatchMode):
         if block.tensors:
             return
         del self._blocks[memory]
-        spoil = Work(partial(_spoil, block.memory))
+        spoil = Work(partial(self._give_away, block.memory))
         if not block.used_by:
-            self.enqueue(block.home, spoil)
+            block.home.queue.append(spoil)  # and run nothing: what is raised amid a collection is lost
             return
         later = self.new_stream()
         for stream in (block.home, *block.used_by):
@@ -218,9 +234,20 @@ class FakeDevice(TorchDispatchMode):
             later.queue.append(Work(after=passed))
         later.queue.append(spoil)
 
+    def _give_away(self, tensor: torch.Tensor) -> None:
+        memory = _memory(tensor)
+        if self._pending[memory]:
+            raise RaceError("memory is given away while a stream has work on it")
+        _spoil(tensor)
+
+
+@lru_cache
+def _writes(func: Any) -> bool:
+    return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
+
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _spoil(tensor: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ class Runtime:
         elif self._mode == OFF:
             reason = "switched off"
         elif self._mode == AUTO and self._measured.rows and not threshold:
-            reason = f"no length of a step gains enough by it ({self._measured_why})"
+            reason = f"no step gains enough by it, {self._measured_why}"
         elif self._mode == AUTO:
             reason = self._measured_why
         else:

@@ -29,6 +29,8 @@ class OverlapWorker:
         runtime = runtimes.current()
         if runtime is None or not runtime.splittable or runtime.mode != runtimes.AUTO:
             return runtime.report().reason if runtime else "no overlap in this process"
+        from vllm.forward_context import set_forward_context  # noqa: PLC0415
+
         from workers.overlap.attach import measurable  # noqa: PLC0415 - needs the worker's groups
         from workers.overlap.planner import Planner  # noqa: PLC0415
 
@@ -38,9 +40,10 @@ class OverlapWorker:
         planner = Planner(measured, agreement)
         plan, why = store.recall(planner)
         if plan is None:
-            plan, samples = planner.plan(store.max_tokens, log.info)
+            with set_forward_context(None, self.vllm_config):  # where experts look for their own layer
+                plan, samples = planner.plan(store.max_tokens, log.info)
             store.keep(plan, samples)
-            why = f"measured in {time.monotonic() - began:.1f} s" + (f" ({why})" if why else "")
+            why = f"measured in {time.monotonic() - began:.1f} s" + (f"; {why}" if why else "")
         runtime.set_plan(plan, why)
         line = runtime.report().reason
         log.info("overlap: %s; splits from %s tokens on", line, plan.threshold)
