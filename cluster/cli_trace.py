@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _SPANS_UNDER_WAY_S = 1.5
 _LINKED_TRACES = 16
+_RECENT = 2000
+"""Traces that a prefix is looked for in; those of engine steps count as well."""
 
 
 @click.command()
@@ -127,12 +129,15 @@ def _known_store() -> Path:
 
 
 def _one(prefix: str, store: SpanStore) -> str:
-    """The trace meant, of whatever kind: those of engine steps may be looked at, too."""
+    """The trace meant: a request's, else one of engine steps, which may be looked at, too."""
+    from telemetry.spans import ENGINE_STEP
+
     text = prefix.lower()
     if len(text) == 32:
         return text
-    known = [summary.trace_id for summary in store.recent(1000)]
-    found = [trace_id for trace_id in known if trace_id.startswith(text)]
+    known = [summary for summary in store.recent(_RECENT) if summary.trace_id.startswith(text)]
+    requests = [summary for summary in known if summary.root != ENGINE_STEP]
+    found = [summary.trace_id for summary in requests or known]
     if len(found) != 1:
         raise BadInput(
             f"{len(found) or 'no'} recent traces begin with {prefix!r}: "

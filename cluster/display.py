@@ -24,6 +24,8 @@ from protos import admin_pb2
 _COLOURS = {"ready": "green", "failed": "red", "draining": "yellow", "stopped": "dim"}
 _BAR_WIDTH = 24
 _PLAIN_WIDTH = 160
+_ALARM = "RANKS DISAGREE"
+"""Begins the controller's line about ranks that will wait for each other for ever."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -250,7 +252,11 @@ def _overlap_lines(status: admin_pb2.ClusterStatus) -> list[Text]:
         if replica.overlap:
             minds.setdefault(replica.overlap, []).append(replica.replica)
     return [
-        Text(f"overlap: {mind}" if len(minds) == 1 else f"overlap of {', '.join(replicas)}: {mind}")
+        Text.assemble(
+            "overlap" if len(minds) == 1 else f"overlap of {', '.join(replicas)}",
+            ": ",
+            (mind, "bold red" if mind.startswith(_ALARM) else ""),
+        )
         for mind, replicas in minds.items()
     ]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -16,6 +18,8 @@ from workers.overlap.plan import Plan
 from workers.overlap.report import OverlapReport, PathTotals
 
 _ASK_TIMEOUT_S = 2.0
+_LOOK_UPS = ThreadPoolExecutor(2, "look-up")
+"""A look-up that hangs cannot be cancelled: it keeps one of these threads, not one that others need."""
 
 Answers = Mapping[int, OverlapReport | str]
 """By rank: the shard's report, or why there is none."""
@@ -33,10 +37,15 @@ async def ask_shards(
     return dict(zip(shards, answers, strict=True))
 
 
+async def look_up(find: Callable[[], Any]) -> Any:
+    """What `find` returns, called in a thread of few; give it a deadline."""
+    return await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, find)
+
+
 async def _ask(find: Callable[[], Any], timeout_s: float) -> OverlapReport | str:
     try:
         async with asyncio.timeout(timeout_s):
-            actor = await asyncio.to_thread(find)
+            actor = await look_up(find)
             report: OverlapReport | None = await actor.overlap.remote()
     except RayActorError:
         return "it has died, or its node cannot be reached"
@@ -52,7 +61,10 @@ async def _ask(find: Callable[[], Any], timeout_s: float) -> OverlapReport | str
 
 
 def summary(answers: Answers) -> str:
-    """A replica's answers in one line for `kvorum status`; empty unless every shard has said."""
+    """A replica's answers in one line for `kvorum status`; empty unless every shard has said.
+
+    Without measured times, so that replicas of one mind say the same.
+    """
     reports = [answer for answer in answers.values() if isinstance(answer, OverlapReport)]
     if not reports or len(reports) < len(answers):
         return ""
@@ -61,7 +73,7 @@ def summary(answers: Answers) -> str:
     report = reports[0]
     splits = _splits(report)
     if not splits:
-        return f"stock path: {report.reason}"
+        return f"stock path: {re.split('[,;]', report.reason, maxsplit=1)[0]}"
     counts = [chunks for _tokens, chunks in splits if chunks > 1]
     few, most = min(counts), max(counts)
     several = str(few) if few == most else f"{few} to {most}"

@@ -30,7 +30,8 @@ class TelemetryConfig(BaseModel):
         0.1,
         ge=0,
         le=1,
-        description="share of requests whose prefill steps every shard records, times sample_ratio",
+        description="share of requests whose prefill steps every shard records, times sample_ratio; drawn "
+        "apart from the requests' own traces, so with a low sample_ratio most belong to unrecorded ones",
     )
     export_delay_ms: int = Field(
         500,

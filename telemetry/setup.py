@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -71,9 +72,9 @@ class Telemetry:
         """Whether this process's sampler wants a new trace with this id that begins with a span `name`."""
         if self.provider is None:
             return False
-        return (
-            self.provider.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
-        )
+        # Not None, which stands for the current context and the span that happens to be open in it.
+        result = self.provider.sampler.should_sample(Context(), trace_id, name)
+        return result.decision is Decision.RECORD_AND_SAMPLE
 
     def record(
         self,

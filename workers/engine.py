@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import grpc
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -28,7 +28,7 @@ from workers.config import EngineConfig
 from workers.journal import Journal
 from workers.kv_events import KvEvents
 from workers.load import LoadRecorder
-from workers.placement import ReplicaPlacement
+from workers.placement import OverlapMode, ReplicaPlacement
 from workers.resident import ResidentBlocks
 from workers.translate import refusal, to_sampling_params
 
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _WARM_UP_TIMEOUT_S = 120.0
 _PLAN_TIMEOUT_S = 180.0
-_SET_TIMEOUT_S = 30.0
 _RESET_TIMEOUT_S = 5.0
 _OFF_DEVICE_BLOCKS = 1 << 20
 """Blocks a connector may report in host memory and storage, whose size the engine does not tell."""
@@ -177,15 +176,34 @@ class Engine:
             async with asyncio.timeout(_PLAN_TIMEOUT_S):
                 lines = await self._running().collective_rpc("plan_overlap")
         except TimeoutError:
-            message = f"the shards did not agree on a plan in {_PLAN_TIMEOUT_S:.0f} s; is their link up?"
+            message = (
+                f"the shards did not agree on an overlap plan in {_PLAN_TIMEOUT_S:.0f} s: their link is "
+                "down, or one of them failed and its log says why; --overlap off starts without a plan"
+            )
             raise TimeoutError(message) from None
         log.info("%s: overlap: %s", self._placement.replica, lines[0])
         return str(lines[0])
 
     async def set_overlap(self, mode: str) -> None:
-        """Switch all ranks between two steps: auto, off, or a number of chunks as in EngineConfig.overlap."""
-        async with asyncio.timeout(_SET_TIMEOUT_S):
-            await self._running().collective_rpc("set_overlap", args=(mode,))
+        """Switch all ranks between two steps: auto, off, or a number of chunks as in EngineConfig.overlap.
+
+        For measurements: `kvorum status` keeps the line it had. Raises ValueError on any other mode.
+        """
+        if mode not in get_args(OverlapMode):
+            raise ValueError(f"{mode!r} is no overlap mode: one of {', '.join(get_args(OverlapMode))}")
+        await self._tell_shards("set_overlap", mode)
+
+    async def bypass_overlap(self, on: bool) -> None:
+        """For benchmarks alone: let steps take vLLM's path, untimed, as if Kvorum were not there."""
+        await self._tell_shards("bypass_overlap", on)
+
+    async def _tell_shards(self, method: str, value: Any) -> None:
+        try:
+            async with asyncio.timeout(_PLAN_TIMEOUT_S):
+                await self._running().collective_rpc(method, args=(value,))
+        except TimeoutError:
+            message = f"no answer to {method} from the shards in {_PLAN_TIMEOUT_S:.0f} s; it may happen yet"
+            raise TimeoutError(message) from None
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the engine's prefix cache and the resident set; False, and no change, while it is in use."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import platform
 import struct
+import time
 from pathlib import Path
-from typing import Literal
 
 _NAMES = ("gloo_", "pt_gloo")
 _SLICE_NS = 100_000
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _ATTRIBUTES = "IIQiIQQQ"
 """struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period; see sched_setattr(2)."""
-
-Favour = Literal["real-time", "short slices", "none"]
+_KERNEL = (6, 12)
+"""The first Linux that takes a short slice of an ordinary thread as a wish for low latency."""
+_NAMING_S = 0.05
+_NAMING_ROUNDS = 20
 
 
 def keep_off_shared_memory() -> None:
@@ -41,32 +43,43 @@ def communication_threads() -> list[int]:
     return found
 
 
-def favour_communication() -> Favour:
-    """Let gloo's threads preempt others. Returns how: what the kernel and our rights allow.
+def favour_communication() -> bool:
+    """Let gloo's threads preempt others, by short time slices. False where the kernel knows no such thing.
 
     They work for microseconds, but the whole link stands still until they have. Beside a thread that
-    computes without a pause the kernel lets them wait for milliseconds.
+    computes without a pause the kernel lets them wait for milliseconds. Call it once the groups exist.
 
-    Real-time round-robin where this process may (root, CAP_SYS_NICE, RLIMIT_RTPRIO); else a short time
-    slice, which Linux 6.12 and later takes as a wish for low latency. Call it once the groups exist.
+    Real-time priority would gain a little more and is not used: gloo's event loop polls a lock that another
+    of its threads holds, and a real-time one keeps a lesser one on its core from ever giving it back.
     """
-    threads = communication_threads()
-    if not threads:
-        return "none"
-    try:
-        for thread in threads:
-            os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
-    except ProcessLookupError:
-        return favour_communication()
-    except OSError:
-        return "short slices" if all(_shorten(thread) for thread in threads) else "none"
-    return "real-time"
+    if _SCHED_SETATTR.get(platform.machine()) is None or _kernel() < _KERNEL:
+        return False
+    return all(list(map(_shorten, _named_threads())))
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_rest = platform.release().split(".")
+    return int(major), int("".join(filter(str.isdigit, minor)) or 0)
+
+
+def _named_threads() -> list[int]:
+    """All of gloo's threads, once no new one has taken its name for a while: each does when it first runs."""
+    found: list[int] = []
+    for _round in range(_NAMING_ROUNDS):
+        time.sleep(_NAMING_S)
+        before, found = found, communication_threads()
+        if found == before:
+            break
+    return found
 
 
 def _shorten(thread: int) -> bool:
-    number = _SCHED_SETATTR.get(os.uname().machine)
-    if number is None:
-        return False
     size = struct.calcsize(_ATTRIBUTES)
     attributes = ctypes.create_string_buffer(struct.pack(_ATTRIBUTES, size, 0, 0, 0, 0, _SLICE_NS, 0, 0))
-    return int(ctypes.CDLL(None).syscall(number, thread, attributes, 0)) == 0
+    call = _SCHED_SETATTR[platform.machine()]
+    # A thread that has ended meanwhile needs no favour.
+    return int(ctypes.CDLL(None).syscall(call, thread, attributes, 0)) == 0 or not _alive(thread)
+
+
+def _alive(thread: int) -> bool:
+    return Path(f"/proc/self/task/{thread}").exists()

@@ -148,6 +148,11 @@ class ReplicaActor:
         assert self._engine is not None
         await self._engine.set_overlap(mode)
 
+    async def bypass_overlap(self, on: bool) -> None:
+        """For benchmarks alone: let steps take vLLM's path, untimed, as if Kvorum were not there."""
+        assert self._engine is not None
+        await self._engine.bypass_overlap(on)
+
     async def plan_overlap(self) -> str:
         """Look at the link again, and measure anew if it has changed; steps wait meanwhile."""
         assert self._engine is not None

@@ -23,6 +23,7 @@ from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
 
 if TYPE_CHECKING:
     from workers.overlap.meter import StepMeter
+    from workers.overlap.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Shard(RayWorkerProc):
         self._indices = cores
         self._collective = collective
         self._spin = spin
+        self._overlap: Runtime | None = None
 
     def place(self) -> tuple[str, str, list[int]]:
         """(node id, node ip, physical GPU ids) as Ray placed this actor."""
@@ -73,8 +75,8 @@ class Shard(RayWorkerProc):
         super().initialize_worker(*args, **kwargs)
         self._attach_overlap()
         release_others(self._compute, self._allowed)
-        if self._collective == "gloo":
-            log.info("gloo's threads: %s priority", favour_communication())
+        if self._collective == "gloo" and not favour_communication():
+            log.info("gloo's threads wait for their turn: this system gives no short time slices")
 
     def run(self) -> None:
         """Run steps until the shard ends. Must be in the thread that was pinned, which loaded the model."""
@@ -105,9 +107,9 @@ class Shard(RayWorkerProc):
         self.worker.execute_model = announced(self.worker.execute_model, self._overlap.meter)
 
     @ray.method(concurrency_group="health")
-    def overlap(self) -> OverlapReport:
-        """Which path steps take, and where their time went; answered while a step runs."""
-        return self._overlap.report()
+    def overlap(self) -> OverlapReport | None:
+        """Which path steps take, and where their time went; answered amid a step. None while loading."""
+        return self._overlap.report() if self._overlap else None
 
     @ray.method(concurrency_group="health")
     def describe(self) -> ShardInfo:

@@ -67,7 +67,9 @@ class StepTrace:
     def is_sampled(self, telemetry: Telemetry) -> bool:
         """The same answer in all processes with the same settings.
 
-        Decided by the upper half of the id: samplers look at the lower one.
+        Decided by the upper half of the id for `step_ratio`, and by the process's sampler, which looks at
+        the lower one and may switch all off. Both draw by this trace's id: whether the request's own trace
+        is recorded is drawn apart, since a shard does not know it.
         """
         chosen = self.trace_id >> 64 < telemetry.config.step_ratio * 2.0**64
         return chosen and telemetry.samples(self.trace_id, spans.ENGINE_STEP)

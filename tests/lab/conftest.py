@@ -11,10 +11,6 @@ from tests.lab.lab import missing
 OPT_IN = "KVORUM_LAB"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "lab: needs emulated hosts (root, iproute2, KVORUM_LAB=1)")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _allowed() -> None:
     if os.environ.get(OPT_IN) != "1":

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as f
 
+from tests.unit.fakes_streams import FakeDevice, FakeEvent, FakeStream
 from workers.overlap.channel import Reduction, StreamChannel
 from workers.overlap.decoder import Heads
 from workers.overlap.streams import CudaDevice, StreamClock
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
-from fakes_streams import FakeDevice, FakeEvent, FakeStream
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if on_gpu and not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine that has one")
         return NO_GPU
-    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
-    try:
-        return _run(chosen.folder, on_gpu, chosen.only)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    return _run(chosen.folder, on_gpu, chosen.only)
 
 
 def _run(folder: Path, on_gpu: bool, only: list[str] | None) -> int:
@@ -124,4 +120,5 @@ def _outcome(check: Callable[[], Results]) -> Results:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     sys.exit(main())

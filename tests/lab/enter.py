@@ -1,7 +1,8 @@
 """`enter.py PID CORES COMMAND...`: run a command in all namespaces of process PID, on these cores.
 
 `nsenter` does it too, but a signal sent to it does not reach the command. Here the two live and die together:
-signals are passed on, the exit status comes back, and the command is killed if this process is.
+signals of processes are passed on, the exit status comes back, and the command is killed if this process is.
+What a terminal sends (Ctrl-C) it sends to its whole foreground group: the command has it already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import sys
 
 _NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: after it, /proc is another
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_AWAITED = (*_PASSED_ON, signal.SIGCHLD)
+_SI_USER = 0
+"""`si_code` of a signal that a process sent, or less; the kernel's own have greater ones."""
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND = 127
 
@@ -25,19 +29,31 @@ def main() -> None:
     _enter(pid)
     with contextlib.suppress(FileNotFoundError):
         os.chdir(folder)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # none may be lost around the fork
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # none may be lost around the fork
     child = os.fork()
     if child == 0:
         _execute(cores, command)
-    for number in _PASSED_ON:
-        signal.signal(number, lambda received, _frame: os.kill(child, received))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = _awaited(child)
     if code < 0:
         if -code in _PASSED_ON:
             signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _awaited(child: int) -> int:
+    """The exit code of the child, to which signals are passed on until it ends."""
+    while True:
+        received = signal.sigwaitinfo(_AWAITED)
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code <= _SI_USER:
+                os.kill(child, received.si_signo)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
 
 
 def _enter(pid: int) -> None:
@@ -52,7 +68,7 @@ def _execute(cores: str, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -8,12 +8,14 @@ all of it hangs on one process, the switch's, that ends with its owner.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -49,25 +51,55 @@ _PRIVATE = (
 _BURST = "128kb"
 """Two of the largest segments that TCP hands down at once: less would lower the rate."""
 _FORWARDING, _DISABLED = "3", "0"
+_HOST_KINDS = ("net", "pid", "mount", "ipc", "uts")
+
+_TOOLS = ("sh", "mount", "hostname", "ip", "tc", "bridge", "unshare", "nsenter")
+_TRIED = (
+    ("bridges", "ip link add trial0 type bridge stp_state 0"),
+    ("veth pairs", "ip link add trial1 type veth peer name trial2"),
+    (
+        "ports of a bridge that drop frames",
+        f"ip link set trial1 master trial0 up && bridge link set dev trial1 state {_DISABLED}",
+    ),
+    (
+        "links of a limited rate (tbf)",
+        f"tc qdisc replace dev trial2 root tbf rate 1gbit burst {_BURST} latency 100ms",
+    ),
+)
+_TRIAL_TIMEOUT_S = 10.0
 
 
 def missing() -> str | None:
     """Why no lab can be made here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "emulated hosts need Linux and root"
-    tools = [tool for tool in ("ip", "tc", "bridge", "unshare", "nsenter") if shutil.which(tool) is None]
+    tools = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if tools:
-        return f"emulated hosts need {', '.join(tools)} (packages iproute2 and util-linux)"
+        return f"emulated hosts need {', '.join(tools)} (packages iproute2, util-linux, mount and hostname)"
     hidden = [path for path in (ROOT, Path(sys.prefix)) if Path("/tmp") in path.parents]
     if hidden:
         return f"{hidden[0]} is under /tmp, which every emulated host replaces by its own"
-    probe = subprocess.run(
-        ["unshare", "--net", "--pid", "--mount", "--fork", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return f"this system allows no new namespaces: {probe.stderr.strip()}" if probe.returncode else None
+    return _refused()
+
+
+@functools.cache
+def _refused() -> str | None:
+    """What the kernel does not allow of all that a host takes, tried in namespaces that are thrown away."""
+    steps = "".join(f"{{ {step}; }} || {{ echo {name!r}; exit 1; }}\n" for name, step in _TRIED)
+    inside = ["sh", "-c", _PRIVATE, "sh", "trial", "", "sh", "-c", steps]
+    try:
+        tried = subprocess.run(
+            [*unshared(*_HOST_KINDS), *inside],
+            capture_output=True,
+            text=True,
+            timeout=_TRIAL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"this system made no new namespaces within {_TRIAL_TIMEOUT_S:.0f} s"
+    if not tried.returncode:
+        return None
+    return f"this system allows no {tried.stdout.strip() or 'new namespaces'}: {tried.stderr.strip()}"
 
 
 class Lab:
@@ -124,15 +156,18 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End every process of the lab. Its interfaces, mounts and namespaces go with the last of them."""
-        for host in self.hosts:
-            host.power_off()
-        if self._switch is not None:
-            self._switch.stop()
-        if self._relay is not None:
-            self._relay.wait(_STOP_TIMEOUT_S)
-            assert self._relay.stdout is not None
-            self._relay.stdout.close()
+        """End every process of the lab. Its interfaces, mounts and namespaces go with the last of them.
+
+        Raises:
+            subprocess.TimeoutExpired: one could not be ended; all others were.
+        """
+        with ExitStack() as ends:  # in reverse order, and all of them even when one raises
+            if self._relay is not None:
+                ends.callback(_end, self._relay)
+            if self._switch is not None:
+                ends.callback(self._switch.stop)
+            for host in self.hosts:
+                ends.callback(host.power_off)
 
     def set_rate(self, rate: str | None) -> None:
         """Change what each host can send, while traffic flows."""
@@ -163,7 +198,7 @@ class Lab:
         known = "".join(f"{ip} {name}\n" for name, ip in (("localhost", "127.0.0.1"), *names))
         for index, (name, ip) in enumerate(names):
             private = ["sh", "-c", _PRIVATE, "sh", name, known]
-            inside = [*unshared("net", "pid", "mount", "ipc", "uts"), *private, *keeper]
+            inside = [*unshared(*_HOST_KINDS), *private, *keeper]
             host = Host(
                 index,
                 name,
@@ -234,3 +269,14 @@ class Lab:
     def _on_switch(self, *command: str) -> None:
         assert self._switch is not None
         in_network(self._switch.pid, *command)
+
+
+def _end(relay: subprocess.Popen[bytes]) -> None:
+    """Wait for the process that the switch's end has ended; kill it if it stays."""
+    assert relay.stdout is not None
+    relay.stdout.close()
+    try:
+        relay.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        relay.kill()
+        relay.wait(_STOP_TIMEOUT_S)

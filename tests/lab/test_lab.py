@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +64,14 @@ with Lab(2) as lab:
     lab.hosts[0].run(['sh', '-c', 'nohup sleep 600 >/dev/null 2>&1 &'])
     print(lab.id, flush=True)
     time.sleep(600)
+"""
+_TELL = """
+import signal
+for number in (signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda received, _frame: print(signal.Signals(received).name, flush=True))
+print('set', flush=True)
+while True:
+    signal.pause()
 """
 
 
@@ -145,6 +157,32 @@ def test_the_exit_status_and_signals_of_a_command_pass_through(lab: Lab) -> None
     assert eventually(lambda: host.processes() == [])
 
 
+def test_ctrl_c_at_a_terminal_reaches_the_command_once(lab: Lab) -> None:
+    terminal, its_end = pty.openpty()
+    command = lab.hosts[0].popen(
+        [sys.executable, "-c", _TELL],
+        stdin=its_end,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "set\n"
+        os.write(terminal, b"\x03")
+        assert command.stdout.readline() == "SIGINT\n"
+        command.send_signal(signal.SIGUSR1)
+        assert command.stdout.readline() == "SIGUSR1\n"
+        command.send_signal(signal.SIGINT)
+        assert command.stdout.readline() == "SIGINT\n"
+    finally:
+        command.kill()
+        command.wait()
+        os.close(terminal)
+        os.close(its_end)
+
+
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("1gbit", 1e9)])
 def test_a_link_carries_its_rate_and_no_more_in_both_directions(lab: Lab, rate: str, bits: float) -> None:
     lab.set_rate(rate)
@@ -212,6 +250,21 @@ def test_an_exception_leaves_nothing() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail_within()
+    assert eventually(lambda: marked(lab.id) == [])
+
+
+def test_a_host_that_fails_to_end_spares_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(2, delay_ms=1)
+    lab.__enter__()
+    end = Host.power_off
+
+    def end_badly(host: Host) -> None:
+        end(host)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Host, "power_off", end_badly)
+    with pytest.raises(ZeroDivisionError):
+        lab.close()
     assert eventually(lambda: marked(lab.id) == [])
 
 

@@ -86,6 +86,21 @@ def test_engine_steps_can_be_looked_at_by_their_trace_id(
     assert lines[1:] == ["kvorum.engine.step", "  kvorum.engine.step"]
 
 
+def test_a_prefix_means_a_request_where_one_begins_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shift = 4 * 30
+    request, steps, others = (digits << shift for digits in (0xA1, 0xA2, 0xE1))
+    store = SpanStore(tmp_path / "traces.db")
+    for spans_of_one in (request_trace(request, steps), step_trace(steps), step_trace(others)):
+        store.write(spans_of_one)
+    store.close()
+    at = ("--store", str(tmp_path / "traces.db"))
+    assert shown(capsys, "a", *at)[1] == "kvorum.router.request"
+    assert shown(capsys, "a2", *at)[1] == "kvorum.engine.step"
+    assert shown(capsys, "e", *at)[1] == "kvorum.engine.step"
+
+
 def test_steps_that_were_not_recorded_are_named_by_their_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

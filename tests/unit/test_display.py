@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+from fakes_shard import FORCED, a_report
 from rich.console import Console
 
 from cluster.display import (
@@ -16,6 +17,7 @@ from cluster.display import (
     status_json,
     status_view,
 )
+from cluster.overlap import summary
 from protos import admin_pb2, common_pb2
 
 
@@ -89,6 +91,13 @@ def test_replicas_of_one_mind_share_a_line_about_overlap() -> None:
         "overlap of replica-0: 4 chunks from 512 tokens (measured)",
         "overlap of replica-1: stock path: the link is gone [eth0]",
     ]
+
+
+def test_ranks_that_disagree_are_red_in_plain_status() -> None:
+    line = summary({0: a_report(0), 1: a_report(1, FORCED)})
+    console = a_console(terminal=True)
+    console.print(status_view(a_status(a_replica(overlap=line))))
+    assert "\x1b[1;31mRANKS DISAGREE: rank 0: " in text_of(console)
 
 
 def test_nothing_is_said_of_overlap_before_the_shards_have() -> None:

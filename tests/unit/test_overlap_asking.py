@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def a_missing_shard() -> Any:
 
 
 async def silence_of(find: Any) -> str:
-    [answer] = (await ask_shards({0: find}, timeout_s=0.05)).values()
+    [answer] = (await ask_shards({0: find}, timeout_s=5.0)).values()
     assert isinstance(answer, str)
     return answer
 
@@ -44,8 +45,18 @@ async def test_every_shard_is_asked_and_answers_by_rank() -> None:
 
 async def test_slow_shard_is_shown_as_such_and_the_others_are_not_held_up() -> None:
     slow, quick = FakeShard(0, hanging), FakeShard(1, lambda: a_report(1))
-    answers = await ask_shards({0: lambda: slow, 1: lambda: quick}, timeout_s=0.05)
-    assert answers == {0: "no answer within 0.05 s", 1: a_report(1)}
+    answers = await ask_shards({0: lambda: slow, 1: lambda: quick}, timeout_s=0.5)
+    assert answers == {0: "no answer within 0.5 s", 1: a_report(1)}
+
+
+async def test_look_ups_that_hang_leave_other_threads_alone() -> None:
+    release = threading.Event()
+    try:
+        answers = await ask_shards(dict.fromkeys(range(50), release.wait), timeout_s=0.5)
+        assert set(answers.values()) == {"no answer within 0.5 s"}
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5.0) == "free"
+    finally:
+        release.set()
 
 
 async def test_shards_that_cannot_say_tell_why() -> None:
@@ -72,6 +83,19 @@ def test_summary_says_from_where_on_steps_are_split() -> None:
 def test_summary_of_the_stock_path_says_why() -> None:
     report = a_report(path="stock", plan=Plan(), reason="one host with shared memory")
     assert summary({0: report}) == "stock path: one host with shared memory"
+
+
+def test_replicas_of_one_mind_say_the_same_however_long_they_measured() -> None:
+    def line(reason: str, **changes: Any) -> str:
+        return summary({0: a_report(reason=reason, **changes)})
+
+    assert line("measured in 17.7 s; the link has changed") == line("measured in 20.1 s")
+    stock: dict[str, Any] = {"path": "stock", "plan": Plan((PlanRow(64, 1),), "measured")}
+    assert (
+        line("no step gains enough by it, measured in 17.7 s; the link has changed", **stock)
+        == line("no step gains enough by it, from the cache, for this model, hardware and link", **stock)
+        == "stock path: no step gains enough by it"
+    )
 
 
 def test_a_plan_that_splits_nothing_is_the_stock_path() -> None:
@@ -169,19 +193,31 @@ async def test_status_line_is_asked_for_again_until_all_shards_have_said(cluster
 
 
 async def test_status_line_of_an_epoch_that_ended_meanwhile_is_dropped(cluster: FakeCluster) -> None:
-    gate = asyncio.Event()
+    asked, gate = asyncio.Event(), asyncio.Event()
 
     async def late() -> Any:
+        asked.set()
         await gate.wait()
         return a_report()
 
     cluster.shards["replica-0-e1-shard-0"] = FakeShard(0, late)
     asking = asyncio.ensure_future(cluster.supervisor.refresh_shards())
-    await asyncio.sleep(0.02)
+    await asyncio.wait_for(asked.wait(), 5.0)
     cluster.record.epoch = "e2"
     gate.set()
     await asking
     assert cluster.record.overlap == ""
+    assert cluster.record.shards == ()
+
+
+async def test_a_shard_is_described_while_it_keeps_silent_about_its_overlap(cluster: FakeCluster) -> None:
+    shard = cluster.shards["replica-0-e1-shard-0"] = FakeShard(0, hanging)
+    asking = asyncio.ensure_future(cluster.supervisor.refresh_shards())
+    async with asyncio.timeout(5.0):
+        while not (shard.describe.calls and shard.overlap.calls):
+            assert not asking.done()
+            await asyncio.sleep(0.01)
+    asking.cancel()
 
 
 async def test_status_says_nothing_of_overlap_while_a_replica_is_not_ready(cluster: FakeCluster) -> None:

@@ -17,6 +17,7 @@ from workers.overlap.cost_model import Sample
 from workers.overlap.plan import Plan, PlanRow, forced
 from workers.overlap.plan_cache import (
     FILES_KEPT,
+    FORMAT,
     Cached,
     Fingerprint,
     Miss,
@@ -27,6 +28,9 @@ from workers.overlap.plan_cache import (
 )
 
 FINGERPRINT = Fingerprint(
+    heads="4 of 12, 64 wide",
+    experts="",
+    compiled=False,
     model="org/tiny",
     revision="abc",
     tensor_parallel_size=2,
@@ -118,7 +122,7 @@ def set_in(path: Path, keys: tuple[str | int, ...], value: object) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "told"),
     [
-        (("format",), 2, "format 2, and this version reads 1"),
+        (("format",), FORMAT + 1, f"format {FORMAT + 1}, and this version reads {FORMAT}"),
         (("format",), None, "format None"),
         (("plan", "rows", 1, "chunks"), 5, "chunks must be one of"),
         (("plan", "rows", 1, "chunks"), 4.0, "plan.rows.1.chunks"),

@@ -414,11 +414,10 @@ def test_ranks_that_begin_elsewhere_still_have_one_root() -> None:
 
 def test_tracing_of_steps_and_requests_needs_neither_engine_nor_torch() -> None:
     code = (
-        "import json, sys; import workers.step_tracing, workers.tracing;"
-        "print(json.dumps([name for name in ('vllm', 'torch', 'ray', 'grpc_status') if name in sys.modules]))"
+        "import sys; import workers.step_tracing, workers.tracing;"
+        "print([name for name in ('vllm', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
-    assert "vllm" not in json.loads(done.stdout)
-    assert "torch" not in json.loads(done.stdout)
+    assert done.stdout.strip() == "[]"

@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 from pydantic import ValidationError
 
 from telemetry import spans
@@ -332,6 +333,14 @@ def test_given_ids_hold_for_their_block_and_their_thread() -> None:
         thread.join()
     assert elsewhere != [0xA]
     assert ids.generate_trace_id() != 0xA
+
+
+def test_a_new_trace_is_sampled_whatever_span_happens_to_be_open(config: TelemetryConfig) -> None:
+    telemetry = configure("kvorum.test", "t", config)
+    dropped = NonRecordingSpan(SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(0)))
+    with use_span(dropped):
+        assert telemetry.samples(1, "x")
+    telemetry.shutdown()
 
 
 def test_silent_telemetry_records_nothing_and_samples_nothing() -> None:

@@ -17,9 +17,9 @@ class Agreement:
     Raises RuntimeError from any of them when a rank or its link is gone.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, first: int) -> None:
-        """`rank` within the group; `first`: the global rank of the group's rank 0."""
-        self._group, self.rank, self._first = group, rank, first
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
+        """`rank` within the group."""
+        self._group, self.rank = group, rank
 
     def barrier(self) -> None:
         """Return once every rank is here."""
@@ -33,11 +33,23 @@ class Agreement:
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's JSON-able value, on every rank; the others' own is ignored."""
-        text = json.dumps(value).encode() if self.rank == 0 else b""
+        return self._from(0, value)
+
+    def any(self, own: str) -> tuple[int, str] | None:
+        """The first rank, within the group, whose `own` text is not empty, and that text."""
+        told = torch.zeros(self._group.size())
+        told[self.rank] = bool(own)
+        distributed.all_reduce(told, group=self._group)
+        ranks = told.nonzero().flatten().tolist()
+        return (ranks[0], str(self._from(ranks[0], own))) if ranks else None
+
+    def _from(self, rank: int, value: Any) -> Any:
+        source = distributed.get_global_rank(self._group, rank)
+        text = json.dumps(value).encode() if self.rank == rank else b""
         length = torch.tensor([len(text)], dtype=torch.int64)
-        distributed.broadcast(length, self._first, group=self._group)
+        distributed.broadcast(length, source, group=self._group)
         payload = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == rank:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        distributed.broadcast(payload, self._first, group=self._group)
+        distributed.broadcast(payload, source, group=self._group)
         return json.loads(bytes(payload.tolist()))

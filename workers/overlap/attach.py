@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
+from vllm.platforms import current_platform
 
+from workers.overlap import decoder as decoders
 from workers.overlap.agreement import Agreement
 from workers.overlap.channel import Channel, ChannelClock, GlooChannel, StreamChannel
 from workers.overlap.families import NotSplittable, SplitDecoder, take_apart
@@ -25,12 +28,21 @@ def attach(
 ) -> Runtime:
     """Make this process's runtime. A collective call: every rank of the replica makes it, after loading.
 
-    A model or a replica that cannot be split gets one all the same: it tells why, and times the steps.
+    A model or a replica that cannot be split gets one all the same: it tells why. If one rank cannot be,
+    none is. Steps are timed where the model is one of ours and no LoRA adapters are loaded.
+
+    Raises:
+        RuntimeError: a rank or its link is gone.
     """
     group = get_tp_group()
     decoder, why = _take_part(model, config, collective)
+    if group.world_size > 1 and (lacking := Agreement(group.cpu_group, group.rank_in_group).any(why)):
+        rank, reason = lacking
+        decoder, why = None, why or f"rank {rank} cannot split: {reason}"
     sibling = _sibling(config, group) if decoder else None
     meter, channel = _on_cpu(sibling, observer) if group.device.type == "cpu" else _on_cuda(sibling, observer)
+    if channel is not None:  # now, not amid a step: NCCL takes its memory at its first collective
+        channel.all_reduce(torch.zeros(8, dtype=config.model_config.dtype, device=group.device)).wait()
     runtime = Runtime(
         rank=group.rank_in_group,
         mode=mode,
@@ -40,6 +52,7 @@ def attach(
         decoder=decoder,
         channel=channel,
         why_stock=why,
+        sizes=(largest_captured(config) + 1, int(config.scheduler_config.max_num_batched_tokens)),
     )
     install(runtime)
     if isinstance(model, Overlapped) and not config.lora_config:
@@ -49,7 +62,15 @@ def attach(
     return runtime
 
 
-def measurable(runtime: Runtime, config: VllmConfig) -> tuple[Measurable, Agreement]:
+def largest_captured(config: VllmConfig) -> int:
+    """Tokens of the largest step that is replayed from a captured graph, and so never split; 0 for none."""
+    compilation = config.compilation_config
+    if not current_platform.is_cuda() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return 0
+    return int(compilation.max_cudagraph_capture_size or 0)
+
+
+def measurable(model: Any, runtime: Runtime, config: VllmConfig) -> tuple[Measurable, Agreement]:
     """What a planner needs of this shard; only for a splittable runtime."""
     group = get_tp_group()
     assert runtime.decoder is not None
@@ -69,8 +90,32 @@ def measurable(runtime: Runtime, config: VllmConfig) -> tuple[Measurable, Agreem
         if group.device.type == "cuda":
             torch.cuda.synchronize()
 
-    measured = Measurable(runtime.decoder, runtime.channel, group.all_reduce, inputs, synchronize)
-    return measured, Agreement(group.cpu_group, group.rank_in_group, group.ranks[0])
+    measured = Measurable(
+        decoder=runtime.decoder,
+        channel=runtime.channel,
+        stock_reduce=group.all_reduce,
+        make_inputs=inputs,
+        synchronize=synchronize,
+        smallest=runtime.least_tokens,
+        compiled=None if config.model_config.enforce_eager else _whole(model, runtime),
+    )
+    return measured, Agreement(group.cpu_group, group.rank_in_group)
+
+
+def _whole(model: Any, runtime: Runtime) -> Callable[[Inputs, int], object]:
+    """A pass of the whole model: stock, as it was compiled, for one chunk."""
+    stock = super(Overlapped, model).forward
+    decoder, channel = runtime.decoder, runtime.channel
+    assert decoder is not None
+    assert channel is not None
+
+    def run(inputs: Inputs, chunks: int) -> object:
+        ids = torch.ones(len(inputs.hidden), dtype=torch.int64, device=inputs.hidden.device)
+        if chunks == 1:
+            return stock(input_ids=ids, positions=inputs.positions)
+        return decoders.run(decoder, channel, model.embed_input_ids(ids), inputs.positions, chunks)
+
+    return run
 
 
 def _take_part(model: Any, config: VllmConfig, collective: str) -> tuple[SplitDecoder | None, str]:

@@ -44,18 +44,23 @@ class StepMeter(ABC):
 
         Not where torch.compile traces them: it would trace the stopwatch.
         """
-        inner: Callable[[Any], Any] = communicator.all_reduce
-
-        def timed(tensor: Any) -> Any:
-            with self._blocking():
-                return inner(tensor)
-
-        communicator.all_reduce = timed
+        communicator.all_reduce = self._timed(communicator.all_reduce)
         self._blocking_known = True
+
+    def unwatch(self, communicator: Any) -> None:
+        """Leave the communicator as it was."""
+        if self._blocking_known:
+            del communicator.all_reduce  # the instance's; the class's own is below it
+        self._blocking_known = False
 
     def expect(self, requests: tuple[tuple[str, int], ...]) -> None:
         """What the next step computes: (engine's request id, tokens)."""
         self._requests = requests
+
+    @property
+    def expecting(self) -> bool:
+        """Whether the next pass is a step of requests, not one of the engine's own."""
+        return bool(self._requests)
 
     @abstractmethod
     def step(self, tokens: int, chunks: int) -> AbstractContextManager[None]:
@@ -65,8 +70,8 @@ class StepMeter(ABC):
         """
 
     @abstractmethod
-    def _blocking(self) -> AbstractContextManager[None]:
-        """Around an AllReduce that nothing runs beside."""
+    def _timed(self, all_reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same AllReduce, which nothing runs beside, timed."""
 
     def _add(self, record: StepRecord) -> None:
         path = _path(record.chunks)
@@ -124,13 +129,16 @@ class CpuMeter(StepMeter):
             )
         )
 
-    @contextmanager
-    def _blocking(self) -> Iterator[None]:
-        before = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._blocked_s += time.perf_counter() - before
+    def _timed(self, all_reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        clock = time.perf_counter
+
+        def timed(tensor: Any) -> Any:
+            before = clock()
+            reduced = all_reduce(tensor)
+            self._blocked_s += clock() - before
+            return reduced
+
+        return timed
 
 
 @dataclass(frozen=True)
@@ -196,8 +204,12 @@ class StreamMeter(StepMeter):
             self._flights[0].marks.end.synchronize()
             self.settle()
 
-    def _blocking(self) -> AbstractContextManager[None]:
-        return self._clock.blocking()
+    def _timed(self, all_reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(tensor: Any) -> Any:
+            with self._clock.blocking():
+                return all_reduce(tensor)
+
+        return timed
 
     def _land(self, flight: _Flight) -> None:
         times = self._clock.read(flight.marks)

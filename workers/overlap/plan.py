@@ -75,8 +75,8 @@ class Plan:
         return cls(rows, values["origin"])
 
 
-def forced(chunks: int) -> Plan:
-    """Split every step that gives each chunk enough rows, without measuring."""
+def forced(chunks: int, least_tokens: int = 1) -> Plan:
+    """Split every step of `least_tokens` that gives each chunk enough rows, without measuring."""
     if chunks == 1:
         return Plan((), "forced")
-    return Plan((PlanRow(tokens=CHUNK_ROWS * chunks, chunks=chunks),), "forced")
+    return Plan((PlanRow(tokens=max(CHUNK_ROWS * chunks, least_tokens), chunks=chunks),), "forced")

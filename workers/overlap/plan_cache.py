@@ -22,7 +22,7 @@ from workers.checkpoint_cache import CACHE_DIR_VARIABLE
 from workers.overlap.cost_model import AllReduceCost, Sample
 from workers.overlap.plan import Plan
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raised when the meaning of any of its fields changes."""
 
 FILES_KEPT = 64
@@ -41,6 +41,9 @@ class Fingerprint:
     layers: int
     hidden_size: int
     intermediate_size: int
+    heads: str
+    experts: str
+    compiled: bool
     device: str
     """CPU model or GPU name."""
     cores: int
@@ -88,7 +91,7 @@ def default_folder() -> Path:
     """`overlap-plans` in KVORUM_CACHE_DIR, else in the user's cache; it need not exist."""
     variable = os.environ.get(CACHE_DIR_VARIABLE)
     root = Path(variable) if variable else platformdirs.user_cache_path("kvorum")
-    return root.expanduser().absolute() / "overlap-plans"
+    return Path(os.path.expanduser(root)).absolute() / "overlap-plans"  # noqa: PTH111 - never raises
 
 
 def load(fingerprint: Fingerprint, folder: Path | None = None) -> Cached | Miss:

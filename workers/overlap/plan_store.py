@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,8 @@ class PlanStore:
         self._agree = agreement
         self.max_tokens = int(config.scheduler_config.max_num_batched_tokens)
         """Of one engine step."""
-        self._fingerprint = fingerprint(config, runtime.collective, self.max_tokens)
+        self._smallest = runtime.least_tokens
+        self._fingerprint = fingerprint(config, runtime.collective, self.max_tokens, agreement)
 
     def recall(self, planner: Planner) -> tuple[Plan | None, str]:
         """The cached plan and a line about it, or None and why there is none. A collective call.
@@ -47,7 +48,7 @@ class PlanStore:
         hit, miss = self._agree.from_first([cached is not None, miss])
         if not hit:
             return None, str(miss)
-        tokens = sizes(self.max_tokens)[-_PROBES:]
+        tokens = sizes(self.max_tokens, self._smallest)[-_PROBES:]
         probes = planner.all_reduces(tokens)
         differs = plan_cache.same_link(cached.samples, probes) if cached and cached.samples else None
         differs = self._agree.from_first(differs)
@@ -62,8 +63,8 @@ class PlanStore:
             log.warning("%s", trouble)
 
 
-def fingerprint(config: VllmConfig, collective: str, max_tokens: int) -> Fingerprint:
-    """Everything the plan's times depend on, of this replica."""
+def fingerprint(config: VllmConfig, collective: str, max_tokens: int, agreement: Agreement) -> Fingerprint:
+    """Everything the plan's times depend on, of this replica. A collective call."""
     model, text = config.model_config, config.model_config.hf_text_config
     placement = ReplicaPlacement.from_config(config.additional_config[CONFIG_KEY])
     hosts = [slot.node_ip for slot in placement.slots]
@@ -75,7 +76,10 @@ def fingerprint(config: VllmConfig, collective: str, max_tokens: int) -> Fingerp
         layers=int(text.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         intermediate_size=int(getattr(text, "intermediate_size", 0)),
-        device=torch.cuda.get_device_name() if placement.device == "cuda" else _cpu_name(),
+        heads=f"{model.get_total_num_kv_heads()} of {text.num_attention_heads}, {model.get_head_size()} wide",
+        experts=_experts(text),
+        compiled=not model.enforce_eager,
+        device=_device(placement, agreement),
         cores=max(len(slot.cores) for slot in placement.slots),
         link=" ".join(f"{host}x{hosts.count(host)}" for host in sorted(set(hosts))),
         collective=collective,
@@ -83,6 +87,20 @@ def fingerprint(config: VllmConfig, collective: str, max_tokens: int) -> Fingerp
         torch=torch.__version__,
         vllm=_vllm_version(),
     )
+
+
+def _device(placement: ReplicaPlacement, agreement: Agreement) -> str:
+    """Of rank 0, and what the first other one has that differs."""
+    own = torch.cuda.get_device_name() if placement.device == "cuda" else _cpu_name()
+    first = str(agreement.from_first(own))
+    other = agreement.any("" if own == first else own)
+    return f"{first}; {other[1]}" if other else first
+
+
+def _experts(text: Any) -> str:
+    """Of a mixture: how many, how many a token takes, how wide. Empty for a dense model."""
+    names = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+    return " ".join(str(getattr(text, name)) for name in names if getattr(text, name, None))
 
 
 def _cpu_name() -> str:

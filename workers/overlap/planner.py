@@ -19,16 +19,17 @@ from workers.overlap.agreement import Agreement
 from workers.overlap.channel import Channel
 from workers.overlap.cost_model import Contention, CostModel, Sample, build_plan
 from workers.overlap.decoder import Decoder, DecoderLayer, Heads
-from workers.overlap.plan import CHUNK_COUNTS, CHUNK_ROWS, Plan
+from workers.overlap.plan import CHUNK_COUNTS, CHUNK_ROWS, Plan, PlanRow
 from workers.overlap.schedule import bounds
 
 BUDGET_S = 60.0
-"""No new size is begun after this long; sizes that were not tried are not split."""
+"""What is expected to go beyond is not begun; sizes that were not tried are not split."""
 _SMALLEST = 2 * CHUNK_ROWS
 _PROBE_LAYERS = 4
 _WARM_UPS = 1
 _REPEATS = 5
 _TRIALS = 7
+_LEAST_TRIALS = 3
 _TRIED = 2
 _HOPELESS = -0.10
 """A prediction this bad is believed without a trial."""
@@ -53,16 +54,21 @@ class Measurable:
     make_inputs: Callable[[int], Inputs]
     synchronize: Callable[[], None]
     """Returns once the device has done all that was asked of it."""
+    smallest: int = 1
+    """Fewest tokens of a step that may be split."""
+    compiled: Callable[[Inputs, int], object] | None = None
+    """A pass of the whole model in so many chunks; given where the stock path is not what these layers
+    do when they are called, because it was compiled."""
 
 
 def sizes(max_tokens: int, smallest: int = _SMALLEST) -> tuple[int, ...]:
-    """Numbers of tokens to measure: powers of two from `smallest`, and the largest step there is."""
+    """Numbers of tokens to measure: powers of two from `smallest` on, and the largest step there is."""
     found = []
-    tokens = smallest
+    tokens = _SMALLEST
     while tokens < max_tokens:
         found.append(tokens)
         tokens *= 2
-    return (*found, max_tokens) if max_tokens >= smallest else ()
+    return tuple(n for n in (*found, max_tokens) if n >= max(smallest, _SMALLEST))
 
 
 class Planner:
@@ -71,6 +77,8 @@ class Planner:
     def __init__(self, measured: Measurable, agreement: Agreement) -> None:
         self._it, self._agree = measured, agreement
         self._layers = list(measured.decoder.layers[:_PROBE_LAYERS])
+        self._pass_layers = len(measured.decoder.layers) if measured.compiled else len(self._layers)
+        self._ends = 0.0
 
     def all_reduces(self, tokens: Sequence[int]) -> dict[int, float]:
         """Seconds of one AllReduce alone, by tokens."""
@@ -84,12 +92,14 @@ class Planner:
         Raises:
             RuntimeError: a rank or its link is gone.
         """
-        began = time.monotonic()
+        self._ends = time.monotonic() + BUDGET_S
         samples: list[Sample] = []
-        for tokens in sizes(max_tokens):
-            samples.append(self._sample(tokens))
-            if not self._go_on(began, BUDGET_S / 2):
+        unmeasured: list[PlanRow] = []
+        for tokens in sizes(max_tokens, self._it.smallest):
+            if samples and not self._fits(self._sampling_s(samples[-1], tokens), share=0.5):
+                unmeasured = [PlanRow(tokens, 1)]
                 break
+            samples.append(self._sample(tokens))
         if not samples:
             return Plan((), "measured"), ()
         contention = self._contention(samples[-1])
@@ -98,21 +108,35 @@ class Planner:
         for sample in samples:
             stock_s = model.stock_s(sample.tokens)
             verified[sample.tokens] = (stock_s, stock_s, 1)
-            if not self._go_on(began, BUDGET_S):
-                continue
             tried = self._agree.from_first(_candidates(model, sample.tokens))
-            if tried:
-                verified[sample.tokens] = self._try(sample.tokens, tried)
+            trials = self._trials(stock_s, tried)
+            if tried and trials >= _LEAST_TRIALS:
+                verified[sample.tokens] = self._try(sample.tokens, tried, trials)
                 stock_s, overlapped_s, chunks = verified[sample.tokens]
                 say(
                     f"overlap at {sample.tokens} tokens: stock {stock_s * 1e3:.2f} ms a layer, "
                     f"{chunks} chunks {overlapped_s * 1e3:.2f} ms"
                 )
         plan = build_plan(model, [sample.tokens for sample in samples], verified)
+        plan = Plan((*plan.rows, *unmeasured), plan.origin)
         return Plan.from_json(self._agree.from_first(plan.to_json())), tuple(samples)
 
-    def _go_on(self, began: float, budget_s: float) -> bool:
-        return bool(self._agree.from_first(time.monotonic() - began < budget_s))
+    def _left_s(self) -> float:
+        """Of the budget, by rank 0's clock: all ranks must go on, or not, together."""
+        return float(self._agree.from_first(self._ends - time.monotonic()))
+
+    def _fits(self, seconds: float, share: float) -> bool:
+        return self._left_s() - seconds > BUDGET_S * (1 - share)
+
+    def _sampling_s(self, last: Sample, tokens: int) -> float:
+        """What sampling a size will take, from the size before."""
+        once = len(self._layers) * last.compute_s + last.all_reduce_s
+        return (_WARM_UPS + _REPEATS) * once * tokens / last.tokens
+
+    def _trials(self, stock_s: float, tried: Sequence[int]) -> int:
+        """How many there is time for, of the stock pass and of one for each number of chunks."""
+        turn_s = (1 + len(tried)) * stock_s * self._pass_layers
+        return max(0, min(_TRIALS, int(self._left_s() / turn_s) - _WARM_UPS))
 
     def _sample(self, tokens: int) -> Sample:
         inputs = self._it.make_inputs(tokens)
@@ -156,42 +180,46 @@ class Planner:
         if not self._it.decoder.mlp_chunked:  # its MLP has an AllReduce of its own
             return Contention()
         layer, rows = self._layers[0], torch.zeros_like(inputs.hidden)
+        # As long as each other, so that both are busy nearly all the time.
+        mlps = max(1, round(sample.all_reduce_s / sample.mlp_s))
+        reduces = max(1, round(sample.mlp_s / sample.all_reduce_s))
+        hidden, residual = inputs.hidden.clone(), inputs.hidden.clone()
         compute, channel = [], []
         for _ in range(_REPEATS):
             self._agree.barrier()
             before = self._now()
-            reducing = self._it.channel.all_reduce(rows)
-            while True:  # until the channel is done, so that both are busy all the time
-                layer.mlp(inputs.hidden.clone(), inputs.hidden.clone())
-                self._it.synchronize()
-                computed = time.perf_counter() - before
-                if computed >= sample.all_reduce_s or computed >= sample.mlp_s:
-                    break
-            reducing.wait()
-            both = self._now() - before
-            compute.append(computed / sample.mlp_s)
-            channel.append(both / max(sample.all_reduce_s, computed))
+            reducing = [self._it.channel.all_reduce(rows) for _ in range(reduces)]
+            for _ in range(mlps):
+                layer.mlp(hidden, residual)
+            self._it.synchronize()
+            compute.append((time.perf_counter() - before) / (mlps * sample.mlp_s))
+            for one in reducing:
+                one.wait()
+            channel.append((self._now() - before) / max(reduces * sample.all_reduce_s, mlps * sample.mlp_s))
         slow = self._agree.slowest([statistics.median(compute), statistics.median(channel)])
         return Contention(max(1.0, min(slow[0], 3.0)), max(1.0, min(slow[1], 3.0)))
 
-    def _try(self, tokens: int, counts: Sequence[int]) -> tuple[float, float, int]:
+    def _try(self, tokens: int, counts: Sequence[int], trials: int) -> tuple[float, float, int]:
         """Seconds of a layer without attention: stock, and in the best of `counts` chunks, taken in turns."""
         inputs = self._it.make_inputs(tokens)
         found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
-        for trial in range(_WARM_UPS + _TRIALS):
+        for trial in range(_WARM_UPS + trials):
             for count, seconds in found.items():
                 self._agree.barrier()
                 before = self._now()
                 self._pass(inputs, count)
                 if trial >= _WARM_UPS:
-                    seconds.append((self._now() - before) / len(self._layers))
+                    seconds.append((self._now() - before) / self._pass_layers)
         medians = self._agree.slowest([statistics.median(seconds) for seconds in found.values()])
         by_count = dict(zip(found, medians, strict=True))
         best = min(counts, key=lambda count: by_count[count])
         return by_count[1], by_count[best], best
 
     def _pass(self, inputs: Inputs, count: int) -> None:
-        """Some layers without their attention."""
+        """Some layers without their attention, or the whole model where it is compiled."""
+        if self._it.compiled is not None:
+            self._it.compiled(inputs, count)
+            return
         if count > 1:
             probe = _WithoutAttention(self._it.decoder, self._layers, inputs.attended)
             decoders.run(probe, self._it.channel, inputs.hidden.clone(), inputs.positions, count)

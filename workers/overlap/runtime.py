@@ -26,6 +26,8 @@ class Runtime:
 
     Args:
         decoder: the model taken apart; None with `why_stock` when it cannot be.
+        sizes: the tokens of the smallest and of the largest step that may be split; below, steps are
+            replayed from captured graphs.
     """
 
     def __init__(
@@ -39,13 +41,18 @@ class Runtime:
         decoder: SplitDecoder | None = None,
         channel: Channel | None = None,
         why_stock: str = "",
+        sizes: tuple[int, int] = (1, 1 << 30),
     ) -> None:
         self.rank, self.model, self.collective, self.meter = rank, model, collective, meter
         self.decoder, self.channel = decoder, channel
         self._why_stock = why_stock or ("" if decoder and channel else "no channel")
         self._measured = Plan()
         self._measured_why = "not measured yet"
+        self.least_tokens, self.max_tokens = sizes
+        self.bypassed = False
+        """For benchmarks alone: whether steps take vLLM's path without so much as a look at the plan."""
         self._plan = Plan()
+        self._mode = OFF
         self.set_mode(mode)
 
     @property
@@ -53,19 +60,25 @@ class Runtime:
         return self._mode
 
     @property
+    def planned(self) -> bool:
+        """Whether there is a plan for `auto` to follow."""
+        return self._measured.origin != "none"
+
+    @property
     def splittable(self) -> bool:
         """Whether the overlapped path exists at all on this shard."""
         return not self._why_stock
 
     def set_mode(self, mode: str) -> None:
-        """auto: by the measured plan; off: never split; a number: that many chunks, unmeasured."""
-        self._mode = mode
-        if not self.splittable or mode == OFF:
-            self._plan = Plan()
-        elif mode == AUTO:
-            self._plan = self._measured
+        """auto: by the measured plan; off: never split; a number: that many chunks, unmeasured.
+
+        Raises ValueError, and changes nothing, on any other.
+        """
+        if mode in (OFF, AUTO):
+            plan = self._measured if mode == AUTO else Plan()
         else:
-            self._plan = forced(int(mode))
+            plan = forced(int(mode), self.least_tokens)
+        self._mode, self._plan = mode, plan if self.splittable else Plan()
 
     def set_plan(self, plan: Plan, why: str) -> None:
         """The plan that `auto` follows, and one line about where it comes from."""
@@ -89,11 +102,15 @@ class Runtime:
     def report(self) -> OverlapReport:
         """What this shard says of itself."""
         threshold = self._plan.threshold
+        too_small = threshold is not None and threshold > self.max_tokens
+        threshold = None if too_small else threshold
         path: Literal["overlapped", "stock"] = "overlapped" if threshold else "stock"
         if self._why_stock:
             reason = self._why_stock
         elif self._mode == OFF:
             reason = "switched off"
+        elif too_small:
+            reason = f"no step holds the {self._plan.threshold} tokens from which it would be split"
         elif self._mode == AUTO and self._measured.rows and not threshold:
             reason = f"no step gains enough by it, {self._measured_why}"
         elif self._mode == AUTO:
@@ -114,8 +131,8 @@ class Runtime:
 
     def _chunks(self, model: Any, tokens: int, inputs: dict[str, Any]) -> int:
         chunks = self._plan.chunks(tokens)
-        if chunks == 1 or inputs.get("intermediate_tensors") is not None:
-            return 1
+        if chunks == 1 or not self.meter.expecting or inputs.get("intermediate_tensors") is not None:
+            return 1  # a pass without requests is the engine's own, to compile and to profile the stock path
         if getattr(model.model, "aux_hidden_state_layers", ()):
             return 1
         context = get_forward_context()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from workers.overlap import runtime as runtimes
 from workers.overlap.plan_store import PlanStore
@@ -19,7 +21,9 @@ class OverlapWorker:
     """Added to vLLM's worker class by `worker_extension_cls`; no state of its own."""
 
     vllm_config: VllmConfig
+    model_runner: Any
 
+    @torch.inference_mode()
     def plan_overlap(self) -> str:
         """Load or measure this replica's plan and begin to use it; returns a line about it.
 
@@ -35,7 +39,7 @@ class OverlapWorker:
         from workers.overlap.planner import Planner  # noqa: PLC0415
 
         began = time.monotonic()
-        measured, agreement = measurable(runtime, self.vllm_config)
+        measured, agreement = measurable(self.model_runner.get_model(), runtime, self.vllm_config)
         store = PlanStore(self.vllm_config, runtime, agreement)
         planner = Planner(measured, agreement)
         plan, why = store.recall(planner)
@@ -50,7 +54,26 @@ class OverlapWorker:
         return line
 
     def set_overlap(self, mode: str) -> None:
-        """Change the mode of this rank; only ever called on all ranks at once."""
+        """Change the mode of this rank; only ever called on all ranks at once.
+
+        Raises:
+            ValueError: not auto, off or a number of chunks.
+        """
         runtime = runtimes.current()
-        if runtime is not None:
-            runtime.set_mode(mode)
+        if runtime is None:
+            return
+        runtime.set_mode(mode)
+        if mode == runtimes.AUTO and not runtime.planned:
+            self.plan_overlap()
+
+    def bypass_overlap(self, on: bool) -> None:
+        """For benchmarks alone: let steps take vLLM's path, untimed, as if Kvorum were not there."""
+        from vllm.distributed.parallel_state import get_tp_group  # noqa: PLC0415
+
+        runtime = runtimes.current()
+        if runtime is None or runtime.bypassed == on:
+            return
+        runtime.bypassed = on
+        communicator = get_tp_group().device_communicator
+        if communicator is not None and self.vllm_config.model_config.enforce_eager:
+            (runtime.meter.unwatch if on else runtime.meter.watch)(communicator)
