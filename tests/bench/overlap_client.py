@@ -64,7 +64,7 @@ class Turns:
 
     def __init__(self, replica: Replica, client: KvorumClient) -> None:
         self._replica, self._client = replica, client
-        self._random = random.Random(7)
+        self._random = random.Random()  # of no seed: a later run must not find an earlier one's prefixes
 
     async def prefill(self, mode: str, tokens: int) -> dict[str, float]:
         """Seconds of one prompt alone: to its first token, and in the shards' forward passes and AllReduces.

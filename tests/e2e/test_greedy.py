@@ -49,6 +49,19 @@ async def test_tp2_on_the_padded_checkpoint_equals_bare_vllm(
     _assert_equal(await _eight_at_a_time(split), reference)
 
 
+def test_status_tells_which_path_the_shards_of_one_host_take(split: RunningCluster) -> None:
+    told = json.loads(split.cli("status", "--name", split.name, "--overlap", "--json").stdout)
+    (replica,) = told["replicas"]
+    assert [shard["rank"] for shard in replica["shards"]] == [0, 1]
+    for shard in replica["shards"]:
+        assert shard["path"] == "stock"
+        assert "shared-memory" in shard["reason"]
+        assert shard["model"] == "LlamaForCausalLM"
+        assert shard["stock"]["steps"] > 0
+        assert 0 < shard["stock"]["all_reduce_s"] < shard["stock"]["forward_s"]
+    assert "stock path: one host" in split.cli("status", "--name", split.name).stdout
+
+
 async def test_tp1_equals_bare_vllm(reference: Reference, pair: RunningCluster) -> None:
     _assert_equal(await _one_by_one(pair), reference)
 

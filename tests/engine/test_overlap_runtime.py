@@ -232,7 +232,9 @@ def settings(**changes: Any) -> Any:
 def test_a_replica_that_is_never_split_says_why_and_makes_no_channel(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], collective: str, why: str
 ) -> None:
-    group = SimpleNamespace(rank_in_group=0, world_size=1, device=torch.device("cpu"), device_communicator=None)
+    group = SimpleNamespace(
+        rank_in_group=0, world_size=1, device=torch.device("cpu"), device_communicator=None
+    )
     monkeypatch.setattr(attaching, "get_tp_group", lambda: group)
     monkeypatch.setattr(runtimes, "_current", None)
     # Without the group's `make_sibling_device_group`: asking for one would fail.

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _REPEATS = 5
 _TRIALS = 7
 _LEAST_TRIALS = 3
 _TRIED = 2
+_UNSTEADY = 0.15
 _HOPELESS = -0.10
 """A prediction this bad is believed without a trial."""
 
@@ -79,6 +81,7 @@ class Planner:
         self._layers = list(measured.decoder.layers[:_PROBE_LAYERS])
         self._pass_layers = len(measured.decoder.layers) if measured.compiled else len(self._layers)
         self._ends = 0.0
+        self._spreads: list[float] = []
 
     def all_reduces(self, tokens: Sequence[int]) -> dict[int, float]:
         """Seconds of one AllReduce alone, by tokens."""
@@ -210,10 +213,18 @@ class Planner:
                 self._pass(inputs, count)
                 if trial >= _WARM_UPS:
                     seconds.append((self._now() - before) / self._pass_layers)
-        medians = self._agree.slowest([statistics.median(seconds) for seconds in found.values()])
-        by_count = dict(zip(found, medians, strict=True))
-        best = min(counts, key=lambda count: by_count[count])
-        return by_count[1], by_count[best], best
+        stock = found[1]
+        # Turn by turn, so that a machine that slows down for a while slows both sides of a ratio.
+        ratios = [statistics.median(map(truediv, found[count], stock)) for count in counts]
+        stock_s, spread, *agreed = self._agree.slowest([statistics.median(stock), _spread(stock), *ratios])
+        self._spreads.append(spread)
+        ratio, best = min(zip(agreed, counts, strict=True))
+        return stock_s, stock_s * ratio, best
+
+    @property
+    def steady(self) -> bool:
+        """Whether the machine was quiet enough for the plan to be worth keeping."""
+        return not self._spreads or statistics.median(self._spreads) < _UNSTEADY
 
     def _pass(self, inputs: Inputs, count: int) -> None:
         """Some layers without their attention, or the whole model where it is compiled."""
@@ -256,6 +267,12 @@ class _LayerWithoutAttention:
 
     def attention(self, heads: Heads) -> torch.Tensor:
         return self._attended
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """The middle half's width over the median."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / middle
 
 
 def _candidates(model: CostModel, tokens: int) -> list[int]:

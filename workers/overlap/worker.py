@@ -46,7 +46,10 @@ class OverlapWorker:
         if plan is None:
             with set_forward_context(None, self.vllm_config):  # where experts look for their own layer
                 plan, samples = planner.plan(store.max_tokens, log.info)
-            store.keep(plan, samples)
+            if planner.steady:
+                store.keep(plan, samples)
+            else:
+                why = f"on a busy machine, so not kept{'; ' if why else ''}{why}"
             why = f"measured in {time.monotonic() - began:.1f} s" + (f"; {why}" if why else "")
         runtime.set_plan(plan, why)
         line = runtime.report().reason
