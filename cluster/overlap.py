@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -18,8 +17,6 @@ from workers.overlap.plan import Plan
 from workers.overlap.report import OverlapReport, PathTotals
 
 _ASK_TIMEOUT_S = 2.0
-_LOOK_UPS = ThreadPoolExecutor(2, "look-up")
-"""A look-up that hangs cannot be cancelled: it keeps one of these threads, not one that others need."""
 
 Answers = Mapping[int, OverlapReport | str]
 """By rank: the shard's report, or why there is none."""
@@ -37,15 +34,10 @@ async def ask_shards(
     return dict(zip(shards, answers, strict=True))
 
 
-async def look_up(find: Callable[[], Any]) -> Any:
-    """What `find` returns, called in a thread of few; give it a deadline."""
-    return await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, find)
-
-
 async def _ask(find: Callable[[], Any], timeout_s: float) -> OverlapReport | str:
     try:
         async with asyncio.timeout(timeout_s):
-            actor = await look_up(find)
+            actor = await asyncio.to_thread(find)
             report: OverlapReport | None = await actor.overlap.remote()
     except RayActorError:
         return "it has died, or its node cannot be reached"

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.overlap import ask_shards, look_up, summary, to_message
+from cluster.overlap import ask_shards, summary, to_message
 from cluster.placement import PlacementError, Topology, allocate
 from cluster.rayerrors import last_line
 from protos import admin_pb2, common_pb2
@@ -136,16 +136,15 @@ class ReplicaSupervisor:
 
     async def refresh_shards(self) -> None:
         """Ask each shard where it sits; a shard that does not answer counts as not alive."""
-        record, epoch = self.record, self.record.epoch
-        placement = self._placement(epoch, record.slots)
-        described = asyncio.gather(
-            *(self._describe_shard(placement.shard_name(slot.rank)) for slot in record.slots)
-        )
-        # Side by side: a silent shard costs one deadline, not two.
-        found, overlap = await asyncio.gather(described, self._overlap_line())
-        if record.epoch == epoch:
-            record.shards = tuple(info for info in found if info is not None)
-            record.overlap = overlap
+        record = self.record
+        placement = self._placement(record.epoch, record.slots)
+        asked = [self._describe_shard(placement.shard_name(slot.rank)) for slot in record.slots]
+        found = await asyncio.gather(*asked)
+        record.shards = tuple(info for info in found if info is not None)
+        if not record.overlap:  # decided before an epoch is ready, and once
+            asked_of, line = record.epoch, summary(await self._ask_overlap())
+            if record.epoch == asked_of:
+                record.overlap = line
 
     async def overlap(self) -> admin_pb2.ReplicaOverlap:
         """What each shard of a ready replica says of its AllReduces now."""
@@ -153,10 +152,6 @@ class ReplicaSupervisor:
         epoch, state = record.epoch, record.state
         answers = await self._ask_overlap() if state == admin_pb2.READY else {}
         return to_message(record.name, epoch, state, answers)
-
-    async def _overlap_line(self) -> str:
-        """Decided before an epoch is ready, and asked for until all its shards have said."""
-        return self.record.overlap or summary(await self._ask_overlap())
 
     async def _ask_overlap(self) -> dict[int, OverlapReport | str]:
         placement = self._placement(self.record.epoch, self.record.slots)
@@ -169,8 +164,8 @@ class ReplicaSupervisor:
 
     async def _describe_shard(self, name: str) -> ShardInfo | None:
         try:
+            actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
             async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
-                actor = await look_up(partial(ray.get_actor, name, self._around.namespace))
                 info: ShardInfo = await actor.describe.remote()
                 return info
         except (ValueError, RayError, TimeoutError):
