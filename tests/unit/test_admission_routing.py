@@ -117,7 +117,8 @@ async def test_requests_beyond_the_batch_wait_and_go_in_turn_as_leases_end() -> 
         gate.set()
         await asyncio.gather(*running)
         order = [seen.request.request_id for seen in replica.seen]
-        assert order[2:] == ["q2", "q3", "q4", "q5"]
+        # Two places became free at once: neighbours may overtake each other on their way to the replica.
+        assert all(abs(order.index(f"q{number}") - number) <= 1 for number in range(2, 6)), order
         await assert_nothing_leaked(stack.server)
 
 
