@@ -136,15 +136,15 @@ class ReplicaSupervisor:
 
     async def refresh_shards(self) -> None:
         """Ask each shard where it sits; a shard that does not answer counts as not alive."""
-        record = self.record
-        placement = self._placement(record.epoch, record.slots)
+        record, epoch = self.record, self.record.epoch
+        placement = self._placement(epoch, record.slots)
         asked = [self._describe_shard(placement.shard_name(slot.rank)) for slot in record.slots]
         found = await asyncio.gather(*asked)
-        record.shards = tuple(info for info in found if info is not None)
-        if not record.overlap:  # decided before an epoch is ready, and once
-            asked_of, line = record.epoch, summary(await self._ask_overlap())
-            if record.epoch == asked_of:
-                record.overlap = line
+        # How steps are split is decided before an epoch is ready, and once.
+        overlap = record.overlap or summary(await self._ask_overlap())
+        if record.epoch == epoch:  # what an earlier one's shards said is nothing of this one's
+            record.shards = tuple(info for info in found if info is not None)
+            record.overlap = overlap
 
     async def overlap(self) -> admin_pb2.ReplicaOverlap:
         """What each shard of a ready replica says of its AllReduces now."""

@@ -116,6 +116,7 @@ def build(
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         # Without it a rank that waits for a lost one is told after half an hour.
         values["distributed_timeout_seconds"] = max(1, int(config.start_timeout_s))
+        values["cpu_distributed_timeout_seconds"] = values["distributed_timeout_seconds"]
     if config.lora_modules:
         values["enable_lora"] = True
         values["max_loras"] = len(config.lora_modules)

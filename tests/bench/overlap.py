@@ -16,17 +16,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tests.bench.clusters import running
 from tests.bench.report import ROOT, report
 from tests.lab.lab import Lab, missing
 from tests.lab.ray_nodes import start_ray
+from workers.checkpoint import prepare
 from workers.overlap.timeline import bound
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
-LAYERS = 30
-"""Of SmolLM2-135M."""
 STATE = {"KVORUM_STATE_DIR": "/tmp/state"}
 UP_S, MEASURE_S = 400.0, 1500.0
 FLAGS = ("--replicas", "1", "--tensor-parallel-size", "2", "--max-model-len", "8192")
@@ -79,7 +79,7 @@ def rows(link: str, found: dict[str, Any]) -> list[Row]:
         chunks = row["chunks"] if row else 1
         if any(pair["off"]["split"] or bool(pair["auto"]["split"]) != (chunks > 1) for pair in pairs):
             raise RuntimeError(f"{link}, {tokens} tokens: steps did not take the path that the plan says")
-        compute_s = LAYERS * row["compute_ms"] / 1e3 * tokens / row["tokens"] if row else 0.0
+        compute_s = layers() * row["compute_ms"] / 1e3 * tokens / row["tokens"] if row else 0.0
         attention_s = max(0.0, stock["forward_s"] - compute_s - stock["exposed_s"])
         made.append(
             Row(
@@ -103,6 +103,13 @@ def rows(link: str, found: dict[str, Any]) -> list[Row]:
 
 def _medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+@cache
+def layers() -> int:
+    """Of the model that is measured."""
+    config = json.loads((prepare("smollm2", 2).path / "config.json").read_text())
+    return int(config["num_hidden_layers"])
 
 
 def on_hosts(rates: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -196,6 +196,7 @@ async def test_status_line_of_an_epoch_that_ended_meanwhile_is_dropped(cluster: 
     gate.set()
     await asking
     assert cluster.record.overlap == ""
+    assert cluster.record.shards == ()
 
 
 async def test_a_shard_is_described_while_it_keeps_silent_about_its_overlap(cluster: FakeCluster) -> None:

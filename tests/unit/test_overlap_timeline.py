@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.overlap.plan import CHUNK_COUNTS
 from workers.overlap.schedule import Action, Op, forward
-from workers.overlap.timeline import ALONE, Contention, Timeline, bound, simulate, smallest_hiding
+from workers.overlap.timeline import ALONE, Contention, Timeline, bound, simulate
 
 MATMUL, NEXT = Action.O_PROJ, Action.MLP
 REDUCE, AWAIT = Action.REDUCE_ATTENTION, Action.AWAIT_ATTENTION
@@ -174,22 +174,6 @@ def test_finer_chunks_are_never_slower_as_long_as_a_chunk_costs_nothing_of_its_o
     assert fine.total_s >= best * (1 - 1e-6)
 
 
-@settings(deadline=None)
-@given(SECONDS, SECONDS, st.floats(0.01, 40))
-def test_the_smallest_hiding_number_of_chunks_hides_all_and_one_fewer_does_not(
-    qkv: float, o_proj: float, m: float
-) -> None:
-    chunks = smallest_hiding(m, o_proj, qkv)
-    assume(chunks <= 40)
-    mlp = 3 * m  # compute is the longer side, with room
-    times = Times(1.0, qkv, o_proj, mlp, m)
-    assert layer_of(chunks, times).exposed_s == pytest.approx(0, abs=1e-6)
-    share = (chunks - 2) / (chunks - 1)  # of the matmul that is left to hide behind in one chunk fewer
-    missing = m / (chunks - 1) - share * min(o_proj, qkv)
-    assume(missing > 1e-3)
-    assert layer_of(chunks - 1, times).exposed_s >= missing - 1e-6
-
-
 def test_the_bound_is_two_where_both_sides_are_equal_and_nothing_else_runs() -> None:
     assert bound(0, 10, 5) == 2.0
     assert bound(10, 10, 5) == 1.5
@@ -200,9 +184,3 @@ def test_the_bound_is_two_where_both_sides_are_equal_and_nothing_else_runs() -> 
 def test_a_layer_of_the_1_gbit_link_has_the_bound_that_was_measured_against() -> None:
     stock, best = 12 + 2 * 9.9, 19.8
     assert bound(0, 12, 9.9) == pytest.approx(stock / best)
-    assert smallest_hiding(9.9, 1.4, 2.3) == 9  # more than is worth it there
-
-
-def test_seconds_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be"):
-        smallest_hiding(1.0, 0.0, 2.0)

@@ -16,9 +16,6 @@ __all__ = ["LEAST_GAIN", "AllReduceCost", "Contention", "CostModel", "Sample", "
 LEAST_GAIN = 0.03
 """Share of a layer's time below which splitting is not worth its risk of being slower."""
 
-TIE = 0.01
-"""Share of a layer's time below which a predicted difference says nothing; fewer chunks then win."""
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -137,40 +134,33 @@ class CostModel:
         """Share of `stock_s` that `chunks` chunks are predicted to save; negative when they lose."""
         return 1.0 - self.overlapped_s(tokens, chunks) / self.stock_s(tokens)
 
-    def ranked(self, tokens: int, counts: Iterable[int] = CHUNK_COUNTS) -> tuple[int, ...]:
-        """The numbers of chunks above 1 that are predicted to gain, the fastest first.
+    def ranked(self, tokens: int, least_gain: float = 0.0) -> tuple[int, ...]:
+        """The numbers of chunks above 1 that are predicted to gain more than that, the fastest first.
 
         Without those that would leave a chunk fewer than `CHUNK_ROWS` rows.
         """
-        gains = {c: self.gain(tokens, c) for c in counts if 1 < c <= tokens // CHUNK_ROWS}
-        return tuple(sorted((c for c in gains if gains[c] > 0), key=lambda c: (-gains[c], c)))
-
-    def best(self, tokens: int, counts: Iterable[int] = CHUNK_COUNTS) -> int:
-        """The fewest chunks that are predicted as fast as any, give or take `TIE`; 1 if none gains."""
-        ranked = self.ranked(tokens, counts)
-        return min(
-            (c for c in ranked if self.gain(tokens, c) >= self.gain(tokens, ranked[0]) - TIE), default=1
-        )
+        gains = {c: self.gain(tokens, c) for c in CHUNK_COUNTS if 1 < c <= tokens // CHUNK_ROWS}
+        return tuple(sorted((c for c in gains if gains[c] > least_gain), key=lambda c: (-gains[c], c)))
 
 
 def build_plan(
     model: CostModel,
     sizes: Iterable[int],
-    verified: Mapping[int, tuple[float, float, int]] | None = None,
+    tried: Mapping[int, tuple[float, float, int]],
     least_gain: float = LEAST_GAIN,
 ) -> Plan:
-    """A row for each of `sizes` (tokens), split where that was measured, or else predicted, to gain.
+    """A row for each of `sizes` (tokens), split where a trial has gained by it.
 
-    `verified` holds (stock seconds, overlapped seconds, chunks) of one layer as measured whole, by size; a
-    size that is not in it rests on the prediction. The gain has to be `least_gain` at the row's own size, and
-    is not predicted to have turned into a loss where the row's reach ends, just below the next one.
+    `tried` holds (stock seconds, overlapped seconds, chunks) of one layer as measured whole, by size; a
+    size that is not in it is not split. The gain has to be `least_gain` at the row's own size, and is not
+    predicted to have turned into a loss where the row's reach ends, just below the next one.
     Raises ValueError on sizes below 1 and on chunks that no plan may have.
     """
     wanted = sorted(set(sizes))
-    measured = verified or {}
     rows: list[PlanRow] = []
     for size, following in zip_longest(wanted, wanted[1:]):
-        stock_s, overlapped_s, chunks = measured.get(size) or _predicted(model, size)
+        predicted_s = model.stock_s(size)
+        stock_s, overlapped_s, chunks = tried.get(size, (predicted_s, predicted_s, 1))
         gains = stock_s - overlapped_s >= least_gain * stock_s
         if gains and chunks > 1 and following is not None:
             # A measured gain against the prediction proves the model too pessimistic for this size.
@@ -188,11 +178,6 @@ def build_plan(
             )
         )
     return Plan(tuple(rows), "measured")
-
-
-def _predicted(model: CostModel, tokens: int) -> tuple[float, float, int]:
-    chunks = model.best(tokens)
-    return model.stock_s(tokens), model.overlapped_s(tokens, chunks), chunks
 
 
 def _interpolate(curve: Sequence[tuple[int, float]], rows: int) -> float:

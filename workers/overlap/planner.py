@@ -20,8 +20,7 @@ from workers.overlap.agreement import Agreement
 from workers.overlap.channel import Channel
 from workers.overlap.cost_model import Contention, CostModel, Sample, build_plan
 from workers.overlap.decoder import Decoder, DecoderLayer, Heads
-from workers.overlap.plan import CHUNK_COUNTS, CHUNK_ROWS, Plan, PlanRow
-from workers.overlap.schedule import bounds
+from workers.overlap.plan import CHUNK_ROWS, Plan, PlanRow
 
 BUDGET_S = 60.0
 """What is expected to go beyond is not begun; sizes that were not tried are not split."""
@@ -107,20 +106,17 @@ class Planner:
             return Plan((), "measured"), ()
         contention = self._contention(samples[-1])
         model = CostModel(samples, contention, self._it.decoder.mlp_chunked)
-        verified: dict[int, tuple[float, float, int]] = {}
-        for sample in samples:
-            stock_s = model.stock_s(sample.tokens)
-            verified[sample.tokens] = (stock_s, stock_s, 1)
-            tried = self._agree.from_first(_candidates(model, sample.tokens))
-            trials = self._trials(stock_s, tried)
-            if tried and trials >= _LEAST_TRIALS:
-                verified[sample.tokens] = self._try(sample.tokens, tried, trials)
-                stock_s, overlapped_s, chunks = verified[sample.tokens]
+        tried: dict[int, tuple[float, float, int]] = {}
+        for tokens in (sample.tokens for sample in samples):
+            counts = self._agree.from_first(model.ranked(tokens, _HOPELESS)[:_TRIED])
+            trials = self._trials(model.stock_s(tokens), counts)
+            if counts and trials >= _LEAST_TRIALS:
+                tried[tokens] = stock_s, overlapped_s, chunks = self._try(tokens, counts, trials)
                 say(
-                    f"overlap at {sample.tokens} tokens: stock {stock_s * 1e3:.2f} ms a layer, "
+                    f"overlap at {tokens} tokens: stock {stock_s * 1e3:.2f} ms a layer, "
                     f"{chunks} chunks {overlapped_s * 1e3:.2f} ms"
                 )
-        plan = build_plan(model, [sample.tokens for sample in samples], verified)
+        plan = build_plan(model, [sample.tokens for sample in samples], tried)
         plan = Plan((*plan.rows, *unmeasured), plan.origin)
         return Plan.from_json(self._agree.from_first(plan.to_json())), tuple(samples)
 
@@ -136,9 +132,9 @@ class Planner:
         once = len(self._layers) * last.compute_s + last.all_reduce_s
         return (_WARM_UPS + _REPEATS) * once * tokens / last.tokens
 
-    def _trials(self, stock_s: float, tried: Sequence[int]) -> int:
+    def _trials(self, stock_s: float, counts: Sequence[int]) -> int:
         """How many there is time for, of the stock pass and of one for each number of chunks."""
-        turn_s = (1 + len(tried)) * stock_s * self._pass_layers
+        turn_s = (1 + len(counts)) * stock_s * self._pass_layers
         return max(0, min(_TRIALS, int(self._left_s() / turn_s) - _WARM_UPS))
 
     def _sample(self, tokens: int) -> Sample:
@@ -273,14 +269,3 @@ def _spread(seconds: Sequence[float]) -> float:
     """The middle half's width over the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / middle
-
-
-def _candidates(model: CostModel, tokens: int) -> list[int]:
-    """The numbers of chunks worth a trial at this size, the most promising first."""
-    gains = {
-        count: model.gain(tokens, count)
-        for count in CHUNK_COUNTS
-        if count > 1 and tokens >= count * CHUNK_ROWS and len(bounds(tokens, count)) == count
-    }
-    hopeful = [count for count in gains if gains[count] > _HOPELESS]
-    return sorted(hopeful, key=lambda count: -gains[count])[:_TRIED]

@@ -111,15 +111,3 @@ def bound(attention_s: float, compute_s: float, all_reduce_s: float) -> float:
     """
     best = attention_s + max(compute_s, 2 * all_reduce_s)
     return (attention_s + compute_s + 2 * all_reduce_s) / best if best > 0 else 1.0
-
-
-def smallest_hiding(all_reduce_s: float, o_proj_s: float, qkv_s: float) -> int:
-    """Fewest even chunks that hide everything where compute is the longer side: 1 + ⌈m / min(o, q)⌉.
-
-    The first chunk's AllReduce after attention has only the other K-1 chunks' o_proj to hide behind, and the
-    layer's last AllReduce only the other chunks' qkv: (K-1)/K · min(o, q) ≥ m/K.
-    Raises ValueError unless both matmuls take time.
-    """
-    if not (o_proj_s > 0 and qkv_s > 0 and all_reduce_s >= 0):
-        raise ValueError(f"seconds cannot be: AllReduce {all_reduce_s}, o_proj {o_proj_s}, qkv {qkv_s}")
-    return 1 + math.ceil(all_reduce_s / min(o_proj_s, qkv_s))
