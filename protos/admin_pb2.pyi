@@ -765,6 +765,101 @@ class TokenizerBundle(_message.Message):
 Global___TokenizerBundle: _TypeAlias = TokenizerBundle  # noqa: Y015
 
 @_typing.final
+class GetModelFilesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetModelFilesRequest: _TypeAlias = GetModelFilesRequest  # noqa: Y015
+
+@_typing.final
+class ModelFiles(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EngineArgsJsonEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    ENGINE_ARGS_JSON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """name that clients ask for"""
+    max_model_len: _builtins.int
+    """as the engines run; 0: no engine has said yet"""
+    dtype: _builtins.str
+    """as configured"""
+    @_builtins.property
+    def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """by path inside the checkpoint's folder"""
+
+    @_builtins.property
+    def engine_args_json(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """further vLLM engine arguments as configured, JSON values"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        files: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        max_model_len: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        engine_args_json: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "engine_args_json", b"engine_args_json", "files", b"files", "max_model_len", b"max_model_len", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFiles: _TypeAlias = ModelFiles  # noqa: Y015
+
+@_typing.final
 class RestartReplicaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

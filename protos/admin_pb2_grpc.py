@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=protos_dot_admin__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=protos_dot_admin__pb2.TokenizerBundle.FromString,
                 _registered_method=True)
+        self.GetModelFiles = channel.unary_unary(
+                '/kvorum.v1.Admin/GetModelFiles',
+                request_serializer=protos_dot_admin__pb2.GetModelFilesRequest.SerializeToString,
+                response_deserializer=protos_dot_admin__pb2.ModelFiles.FromString,
+                _registered_method=True)
         self.GetOverlap = channel.unary_unary(
                 '/kvorum.v1.Admin/GetOverlap',
                 request_serializer=protos_dot_admin__pb2.GetOverlapRequest.SerializeToString,
@@ -84,6 +89,14 @@ class AdminServicer:
 
     def GetTokenizer(self, request, context):
         """The tokenizer bundle of a served model, so that a router needs none of its files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelFiles(self, request, context):
+        """The small files of the served checkpoint (configuration, tokenizer, chat template; no weights), so that
+        an HTTP face on a node without the checkpoint can render and parse as the engine would.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +140,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=protos_dot_admin__pb2.GetTokenizerRequest.FromString,
                     response_serializer=protos_dot_admin__pb2.TokenizerBundle.SerializeToString,
+            ),
+            'GetModelFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelFiles,
+                    request_deserializer=protos_dot_admin__pb2.GetModelFilesRequest.FromString,
+                    response_serializer=protos_dot_admin__pb2.ModelFiles.SerializeToString,
             ),
             'GetOverlap': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOverlap,
@@ -225,6 +243,33 @@ class Admin:
             '/kvorum.v1.Admin/GetTokenizer',
             protos_dot_admin__pb2.GetTokenizerRequest.SerializeToString,
             protos_dot_admin__pb2.TokenizerBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Admin/GetModelFiles',
+            protos_dot_admin__pb2.GetModelFilesRequest.SerializeToString,
+            protos_dot_admin__pb2.ModelFiles.FromString,
             options,
             channel_credentials,
             insecure,

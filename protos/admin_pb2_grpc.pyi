@@ -36,6 +36,10 @@ class AdminStub:
     """The current members, then again whenever they change; also repeated as a heartbeat."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTokenizerRequest, _admin_pb2.TokenizerBundle]
     """The tokenizer bundle of a served model, so that a router needs none of its files."""
+    GetModelFiles: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetModelFilesRequest, _admin_pb2.ModelFiles]
+    """The small files of the served checkpoint (configuration, tokenizer, chat template; no weights), so that
+    an HTTP face on a node without the checkpoint can render and parse as the engine would.
+    """
     GetOverlap: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetOverlapRequest, _admin_pb2.OverlapStatus]
     """Asks every shard of every ready replica now: which path its steps take, why, and where the time went."""
     RestartReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartReplicaRequest, _admin_pb2.RestartReplicaResponse]
@@ -51,6 +55,10 @@ class AdminAsyncStub(AdminStub):
     """The current members, then again whenever they change; also repeated as a heartbeat."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTokenizerRequest, _admin_pb2.TokenizerBundle]  # type: ignore[assignment]
     """The tokenizer bundle of a served model, so that a router needs none of its files."""
+    GetModelFiles: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetModelFilesRequest, _admin_pb2.ModelFiles]  # type: ignore[assignment]
+    """The small files of the served checkpoint (configuration, tokenizer, chat template; no weights), so that
+    an HTTP face on a node without the checkpoint can render and parse as the engine would.
+    """
     GetOverlap: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetOverlapRequest, _admin_pb2.OverlapStatus]  # type: ignore[assignment]
     """Asks every shard of every ready replica now: which path its steps take, why, and where the time went."""
     RestartReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartReplicaRequest, _admin_pb2.RestartReplicaResponse]  # type: ignore[assignment]
@@ -81,6 +89,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.TokenizerBundle, _abc.Awaitable[_admin_pb2.TokenizerBundle]]:
         """The tokenizer bundle of a served model, so that a router needs none of its files."""
+
+    @_abc_1.abstractmethod
+    def GetModelFiles(
+        self,
+        request: _admin_pb2.GetModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ModelFiles, _abc.Awaitable[_admin_pb2.ModelFiles]]:
+        """The small files of the served checkpoint (configuration, tokenizer, chat template; no weights), so that
+        an HTTP face on a node without the checkpoint can render and parse as the engine would.
+        """
 
     @_abc_1.abstractmethod
     def GetOverlap(
