@@ -164,8 +164,8 @@ class ReplicaSupervisor:
 
     async def _describe_shard(self, name: str) -> ShardInfo | None:
         try:
-            actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
             async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+                actor = await asyncio.to_thread(ray.get_actor, name, self._around.namespace)
                 info: ShardInfo = await actor.describe.remote()
                 return info
         except (ValueError, RayError, TimeoutError):

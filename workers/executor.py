@@ -23,7 +23,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerHandle
 
 from workers.placement import CONFIG_KEY, ReplicaPlacement, ShardSlot
 from workers.queues import sleep_instead_of_spinning
-from workers.shard import Shard
+from workers.shard_actor import ShardActor
 
 # What a shard inherits from the EngineCore, where its host does not say otherwise.
 _INHERITED = ("VLLM_", "NCCL_", "GLOO_", "HF_", "TORCH", "KMP_")
@@ -102,7 +102,7 @@ class RayShardExecutor(RayExecutorV2):
         )
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0 if on_cpu else 1}
         actor = (
-            ray.remote(concurrency_groups={"health": 1})(Shard)
+            ray.remote(concurrency_groups={"health": 1})(ShardActor)
             .options(
                 name=self.placement.shard_name(slot.rank),
                 scheduling_strategy=strategy,

@@ -20,6 +20,7 @@ from workers.overlap.report import OverlapReport
 from workers.pinning import pin_compute, release_others
 from workers.placement import CONFIG_KEY, Collective, ReplicaPlacement, ShardInfo
 from workers.queues import SHARD_SPIN_S, sleep_instead_of_spinning
+from workers.seeded import keep_seeds
 
 if TYPE_CHECKING:
     from workers.overlap.meter import StepMeter
@@ -29,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Shard(RayWorkerProc):
-    """The actor of one rank. Its main call, `run`, lasts as long as the shard.
+    """One rank, in its actor (`workers.shard_actor`). Its main call, `run`, lasts as long as the shard.
 
-    The `health` concurrency group answers while `run` is busy. On CPU the threads that compute are
+    `describe` and `overlap` answer meanwhile, from other threads. On CPU the threads that compute are
     pinned to the shard's cores, all others are kept free to run elsewhere.
     """
 
@@ -73,6 +74,7 @@ class Shard(RayWorkerProc):
         self._compute = pin_compute(self._indices)
         os.environ[plugin.SHARD_VARIABLE] = "1"
         super().initialize_worker(*args, **kwargs)
+        keep_seeds(self.worker.worker.model_runner)
         self._attach_overlap()
         release_others(self._compute, self._allowed)
         if self._collective == "gloo" and not favour_communication():
@@ -106,12 +108,10 @@ class Shard(RayWorkerProc):
         )
         self.worker.execute_model = announced(self.worker.execute_model, self._overlap.meter)
 
-    @ray.method(concurrency_group="health")
     def overlap(self) -> OverlapReport | None:
         """Which path steps take, and where their time went; answered amid a step. None while loading."""
         return self._overlap.report() if self._overlap else None
 
-    @ray.method(concurrency_group="health")
     def describe(self) -> ShardInfo:
         """Where this shard sits; answered while a step runs."""
         node_id, node_ip, gpus = self.place()
