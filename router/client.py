@@ -49,6 +49,7 @@ class KvorumClient:
         tls: turns TLS on.
         lookaside: ask a router which replica to use and stream from it directly: no router in the path of
             the tokens. The replicas' addresses must be reachable from here.
+        usable: says of an address whether that router is known to serve; the others are tried last.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class KvorumClient:
         api_key: str | None = None,
         tls: ClientTls | None = None,
         lookaside: bool = False,
+        usable: Callable[[str], bool] | None = None,
     ) -> None:
         if not addresses:
             raise ValueError("give the address of at least one router, as host:port")
         self._addresses = list(addresses)
+        self._usable = usable
         self._tls = tls
         self._credential = bearer(api_key)
         self._routers: dict[str, tuple[grpc.aio.Channel, inference_pb2_grpc.InferenceAsyncStub]] = {}
@@ -86,13 +89,28 @@ class KvorumClient:
             ValueError: not exactly one of prompt and messages, or an unknown field.
         """
         request = generate_request(prompt, **fields)
-        deadline = time.monotonic() + timeout
-        streams = self._stream(request, deadline, metadata)
-        if self._direct is not None:
-            streams = self._direct.stream(request, deadline, metadata)
-        async with aclosing(streams) as stream:
+        async with aclosing(self.stream(request, timeout=timeout, metadata=metadata)) as stream:
             async for message in stream:
                 yield message
+
+    def stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout: float = _DEFAULT_TIMEOUT_S,
+        metadata: Metadata = (),
+        opened: Callable[[Any], None] | None = None,
+    ) -> AsyncGenerator[common_pb2.GenerateResponse, None]:
+        """`generate` of a request that is already a message.
+
+        Args:
+            opened: told of each call to a router as it begins, so that another task can cancel it, upon
+                which the iterator raises asyncio.CancelledError. Not told of lookaside streams.
+        """
+        deadline = time.monotonic() + timeout
+        if self._direct is not None:
+            return self._direct.stream(request, deadline, metadata)
+        return self._stream(request, deadline, metadata, opened)
 
     async def explain(
         self,
@@ -155,12 +173,18 @@ class KvorumClient:
         await self.close()
 
     async def _stream(
-        self, request: inference_pb2.GenerateRequest, deadline: float, metadata: Metadata
+        self,
+        request: inference_pb2.GenerateRequest,
+        deadline: float,
+        metadata: Metadata,
+        opened: Callable[[Any], None] | None,
     ) -> AsyncGenerator[common_pb2.GenerateResponse, None]:
         last: KvorumError | None = None
         for turn in self._turns():
             left_s = max(deadline - time.monotonic(), 0.0)
             call = self._stub(turn).Generate(request, timeout=left_s, metadata=(*self._credential, *metadata))
+            if opened is not None:
+                opened(call)
             started = False
             try:
                 async for message in call:
@@ -168,10 +192,13 @@ class KvorumClient:
                         started, self._preferred = True, turn
                     yield message
             except grpc.aio.AioRpcError as failure:
-                last = from_rpc_error(failure)
+                error = from_rpc_error(failure)
                 # A router that gave up has tried the replicas that another one would try.
-                if started or last.code not in _ELSEWHERE or GAVE_UP in last.metadata:
-                    raise last from None
+                if started or error.code not in _ELSEWHERE or GAVE_UP in error.metadata:
+                    raise error from None
+                # What one says that is there tells more than that another one is not.
+                if last is None or last.retry_after_s is None:
+                    last = error
             else:
                 return
             finally:
@@ -215,10 +242,14 @@ class KvorumClient:
         assert last is not None
         raise last
 
-    def _turns(self) -> Iterator[int]:
-        """Each router once, beginning with the one that served last."""
+    def _turns(self) -> Sequence[int]:
+        """Each router once, beginning with the one that served last; those known not to serve are last."""
         first, count = self._preferred, len(self._addresses)
-        return ((first + i) % count for i in range(count))
+        turns = [(first + i) % count for i in range(count)]
+        usable = self._usable
+        if usable is not None:
+            turns.sort(key=lambda turn: not usable(self._addresses[turn]))
+        return turns
 
     def _stub(self, turn: int) -> inference_pb2_grpc.InferenceAsyncStub:
         address = self._addresses[turn]

@@ -29,10 +29,12 @@ def check(output: common_pb2.StructuredOutput) -> None:
     Raises:
         KvorumError: INVALID_ARGUMENT naming the field and the bound.
     """
+    _pattern("sampling.structured.whitespace_pattern", output.whitespace_pattern)
     kind = output.WhichOneof("constraint")
     field = f"sampling.structured.{kind}"
     if kind is None:
-        raise invalid("sampling.structured", "set one of json_schema, regex, choice, grammar, json_object")
+        kinds = "json_schema, regex, choice, grammar, json_object, structural_tag"
+        raise invalid("sampling.structured", f"set one of {kinds}")
     if kind == "json_schema":
         _at_most(field, len(output.json_schema), MAX_SCHEMA_CHARS, "characters")
         _schema(field, parse_object(field, output.json_schema))
@@ -43,6 +45,9 @@ def check(output: common_pb2.StructuredOutput) -> None:
             raise invalid(field, "must be true when set; leave structured out for free text")
     elif kind == "regex":
         _pattern(field, output.regex)
+    elif kind == "structural_tag":
+        _at_most(field, len(output.structural_tag), MAX_SCHEMA_CHARS, "characters")
+        _structural_tag(field, parse_object(field, output.structural_tag))
     else:
         if not output.grammar.strip():
             raise invalid(field, "must not be empty")
@@ -70,6 +75,14 @@ def _schema(field: str, schema: dict[str, Any]) -> None:
         if isinstance(keyed := node.get("patternProperties"), dict):
             for pattern in keyed:
                 _pattern(field, pattern, "patternProperties: ")
+
+
+def _structural_tag(field: str, tag: dict[str, Any]) -> None:
+    """Formats, JSON schemas, patterns and grammars nest in it in any order: each is held to its own bound."""
+    _schema(field, tag)
+    for node in _objects(tag):
+        if isinstance(grammar := node.get("grammar"), str):
+            _at_most(field, len(grammar), MAX_GRAMMAR_CHARS, "characters", "grammar: ")
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:

@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError, invalid
 from router import constraints
+from router.json_text import parse_object
 
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARS = 1024
 """Of a stop string, a bad word, a choice's option or a cache salt."""
 MAX_LIST_ITEMS = 1024
 """Of stop token ids, bad words and choices."""
+MAX_ENGINE_JSON_CHARS = 64 * 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 256
 """Of a session and of a tenant."""
@@ -65,6 +67,10 @@ def sampling(
     for token, bias in params.logit_bias.items():
         if not math.isfinite(bias):
             raise invalid("sampling.logit_bias", f"the bias of token {token} must be finite, got {bias}")
+    if params.stop and params.HasField("detokenize") and not params.detokenize:
+        raise invalid("sampling.stop", "cannot be looked for with detokenize off")
+    if params.engine_json:
+        _engine_json(params.engine_json)
     if params.HasField("structured"):
         constraints.check(params.structured)
 
@@ -154,6 +160,13 @@ def _logprobs(params: common_pb2.SamplingParams, model: common_pb2.ModelInfo) ->
         wanted = model.vocab_size if asked == -1 else asked
         if asked < -1 or wanted > most:
             raise invalid(f"sampling.{name}", f"must be in [0, {most}], or -1 for all, got {asked}")
+
+
+def _engine_json(text: str) -> None:
+    """A JSON object that is not too large; what is in it the replica knows, and refuses what it does not."""
+    if len(text) > MAX_ENGINE_JSON_CHARS:
+        raise invalid("sampling.engine_json", f"has {len(text)} characters, at most {MAX_ENGINE_JSON_CHARS}")
+    parse_object("sampling.engine_json", text)
 
 
 def _strings(field: str, values: Sequence[str], most: int) -> None:

@@ -229,7 +229,8 @@ class Engine:
                 UNAVAILABLE when the engine is dead, RESOURCE_EXHAUSTED when it refuses for load.
         """
         llm = self._running()
-        params = to_sampling_params(request.sampling)
+        sampling = request.sampling
+        params = to_sampling_params(sampling)
         prompt = tokens_input(
             list(request.prompt_token_ids),
             prompt=request.prompt_text or None,
@@ -241,6 +242,7 @@ class Engine:
             request.request_id,
             lora_request=self._lora(request.lora),
             priority=request.priority,
+            reasoning_ended=sampling.reasoning_ended if sampling.HasField("reasoning_ended") else None,
         )
         try:
             async for output in outputs:

@@ -178,6 +178,8 @@ class _Stream:
             response.usage.prompt_tokens = len(self._request.prompt_token_ids)
             response.usage.cached_tokens = max(self._cached, output.num_cached_tokens or 0)
             response.usage.completion_tokens = self._generated
+            if output.num_cache_creation_tokens is not None:
+                response.usage.cache_creation_tokens = output.num_cache_creation_tokens
         if (self._first or output.finished) and (times := output.metrics) is not None:
             response.times.queue = max(0.0, times.scheduled_ts - times.queued_ts)
             response.times.prefill = max(0.0, times.first_token_ts - times.scheduled_ts)

@@ -6,13 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 from protos import common_pb2
-from protos.errors import FieldViolation, KvorumError
+from protos.errors import FieldViolation, KvorumError, invalid
 
 _FINISH = {
     "stop": common_pb2.STOP,
@@ -28,8 +34,31 @@ _REPEATED = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _SINGULAR = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "include_stop_in_output", "ignore_eos", "max_tokens", "min_tokens", "n",
-    "logprobs", "prompt_logprobs", "skip_special_tokens",
+    "logprobs", "prompt_logprobs", "skip_special_tokens", "detokenize", "spaces_between_special_tokens",
 )  # fmt: skip
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Keys of extra_args by which a client could make an engine fetch from where it says."""
+
+
+class _Repetition(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's RepetitionDetectionParams, its types checked."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+class _Further(msgspec.Struct, forbid_unknown_fields=True):
+    """What `engine_json` may hold. vLLM's SamplingParams checks no types, and its engine trusts them."""
+
+    watermarking: bool | None = None
+    logprob_token_ids: list[int] | None = None
+    stream_interval: int | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: _Repetition | None = None
+    trace_decode_token_ids: list[int] | None = None
 
 
 def to_sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
@@ -48,6 +77,8 @@ def to_sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     if wire.logit_bias:
         values["logit_bias"] = dict(wire.logit_bias)
     try:
+        if wire.engine_json:
+            values |= _further(wire.engine_json)
         if wire.HasField("structured"):
             values["structured_outputs"] = _structured(wire.structured)
         params = SamplingParams(**values)
@@ -57,17 +88,36 @@ def to_sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     return params
 
 
+def _further(text: str) -> dict[str, Any]:
+    try:
+        read = msgspec.json.decode(text, type=_Further)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid("sampling.engine_json", str(error)) from None
+    fields = {name: value for name in read.__struct_fields__ if (value := getattr(read, name)) is not None}
+    for name in _TRANSFERS:
+        if name in (read.extra_args or {}):
+            raise invalid(f"sampling.{name}", "is not supported: the cluster itself moves what engines share")
+    if read.repetition_detection is not None:
+        fields["repetition_detection"] = RepetitionDetectionParams(
+            **msgspec.structs.asdict(read.repetition_detection)
+        )
+    return fields
+
+
 def _structured(wire: common_pb2.StructuredOutput) -> StructuredOutputsParams:
+    values: dict[str, Any] = {
+        "disable_any_whitespace": wire.disable_any_whitespace,
+        "disable_additional_properties": wire.disable_additional_properties,
+        "whitespace_pattern": wire.whitespace_pattern or None,
+    }
     kind = wire.WhichOneof("constraint")
     if kind == "json_schema":
-        return StructuredOutputsParams(json=wire.json_schema)
-    if kind == "regex":
-        return StructuredOutputsParams(regex=wire.regex)
-    if kind == "choice":
-        return StructuredOutputsParams(choice=list(wire.choice.option))
-    if kind == "grammar":
-        return StructuredOutputsParams(grammar=wire.grammar)
-    return StructuredOutputsParams(json_object=wire.json_object)
+        values["json"] = wire.json_schema
+    elif kind == "choice":
+        values["choice"] = list(wire.choice.option)
+    elif kind is not None:
+        values[kind] = getattr(wire, kind)
+    return StructuredOutputsParams(**values)
 
 
 def refusal(error: Exception) -> KvorumError:

@@ -46,7 +46,10 @@ class FakeEngine:
             end = "length" if token == 2 else None
             choice = CompletionOutput(0, f"t{token}", [token], None, None, finish_reason=end)
             times.last_token_ts = 12.5 + (token - 1) * 3
-            yield RequestOutput("r", None, [1], None, [choice], finished=bool(end), metrics=times)
+            yield RequestOutput(
+                "r", None, [1], None, [choice], finished=bool(end), metrics=times,
+                num_cached_tokens=16, num_cache_creation_tokens=32,
+            )  # fmt: skip
 
 
 class FakeObserver:
@@ -114,6 +117,16 @@ async def test_load_is_held_from_acceptance_to_the_first_token_and_to_the_end(se
     await served.until_load(0, 0)
     assert (first.times.queue, first.times.prefill, first.times.decode) == (0.5, 2.0, 0.0)
     assert (last.times.queue, last.times.prefill, last.times.decode) == (0.5, 2.0, 3.0)
+
+
+async def test_usage_comes_first_and_last_with_what_the_cache_gave_and_took(served: Served) -> None:
+    for _ in range(2):
+        served.engine.permits.release()
+    first, last = [message async for message in served.send()]
+    for message, completion_tokens in ((first, 1), (last, 2)):
+        usage = message.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, completion_tokens)
+        assert (usage.cached_tokens, usage.cache_creation_tokens) == (16, 32)
 
 
 async def test_a_cancelled_request_releases_its_load_in_mid_prefill(served: Served) -> None:

@@ -22,14 +22,16 @@ FIELDS: dict[str, Any] = {
     "include_stop_in_output": True, "ignore_eos": True, "max_tokens": 9, "min_tokens": 2, "n": 3,
     "logprobs": 4,
     "prompt_logprobs": 1, "skip_special_tokens": False, "logit_bias": {5: 1.5}, "bad_words": ["c"],
-    "allowed_token_ids": [1, 2],
+    "allowed_token_ids": [1, 2], "spaces_between_special_tokens": False,
 }  # fmt: skip
 RENAMED = {"include_stop_in_output": "include_stop_str_in_output"}
 
 
 def test_every_wire_field_reaches_vllm() -> None:
     known = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert known == FIELDS.keys() | {"structured"}, "a new wire field needs a line here"
+    elsewhere = {"structured", "detokenize", "engine_json", "reasoning_ended"}
+    assert known == FIELDS.keys() | elsewhere, "a new wire field needs a line here"
+    assert not to_sampling_params(common_pb2.SamplingParams(detokenize=False)).detokenize
     params = to_sampling_params(common_pb2.SamplingParams(**FIELDS))
     for name, value in FIELDS.items():
         assert getattr(params, RENAMED.get(name, name)) == value, name
@@ -52,11 +54,22 @@ def test_absent_fields_take_vllms_defaults() -> None:
         ({"choice": common_pb2.StructuredOutput.Choices(option=["x", "y"])}, "choice", ["x", "y"]),
         ({"grammar": "root ::= 'a'"}, "grammar", "root ::= 'a'"),
         ({"json_object": True}, "json_object", True),
+        ({"structural_tag": "{}"}, "structural_tag", "{}"),
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace", True),
+        ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties", True),
+        ({"regex": "a", "whitespace_pattern": "[ ]"}, "whitespace_pattern", "[ ]"),
     ],
 )
 def test_each_constraint_reaches_vllm(constraint: dict[str, Any], attribute: str, value: Any) -> None:
     wire = common_pb2.SamplingParams(structured=common_pb2.StructuredOutput(**constraint))
     assert getattr(to_sampling_params(wire).structured_outputs, attribute) == value
+
+
+def test_a_constraint_without_a_kind_is_refused() -> None:
+    wire = common_pb2.SamplingParams(structured=common_pb2.StructuredOutput(whitespace_pattern=" "))
+    with pytest.raises(KvorumError) as refused:
+        to_sampling_params(wire)
+    assert refused.value.violations[0].field == "sampling.structured"
 
 
 def test_what_vllm_refuses_names_the_field() -> None:

@@ -34,6 +34,12 @@ def structured(**constraint: Any) -> common_pb2.StructuredOutput:
     return common_pb2.StructuredOutput(**constraint)
 
 
+def tag(content: dict[str, Any]) -> common_pb2.StructuredOutput:
+    """A structural tag around this format."""
+    document = {"type": "structural_tag", "format": {"type": "sequence", "elements": [content]}}
+    return structured(structural_tag=json.dumps(document))
+
+
 CHOICES = common_pb2.StructuredOutput.Choices
 NAN, INF = float("nan"), float("inf")
 
@@ -141,6 +147,18 @@ def test_too_many_or_too_long_stop_strings_are_refused() -> None:
         (structured(json_object=False), "sampling.structured.json_object"),
         (structured(regex="a\x00"), "sampling.structured.regex"),
         (structured(grammar=" \n"), "sampling.structured.grammar"),
+        (structured(structural_tag=""), "sampling.structured.structural_tag"),
+        (structured(structural_tag="[]"), "sampling.structured.structural_tag"),
+        (structured(structural_tag='{"a": "' + "x" * 33_000 + '"}'), "sampling.structured.structural_tag"),
+        (tag({"type": "regex", "pattern": "(" * 65}), "sampling.structured.structural_tag"),
+        (tag({"type": "regex", "pattern": "\x00"}), "sampling.structured.structural_tag"),
+        (tag({"type": "grammar", "grammar": "x" * 17_000}), "sampling.structured.structural_tag"),
+        (
+            tag({"type": "json_schema", "json_schema": {"properties": {f"p{i}": {} for i in range(300)}}}),
+            "sampling.structured.structural_tag",
+        ),
+        (structured(regex="a", whitespace_pattern="\x00"), "sampling.structured.whitespace_pattern"),
+        (structured(regex="a", whitespace_pattern="(" * 65), "sampling.structured.whitespace_pattern"),
     ],
 )
 def test_hollow_constraint_is_refused(constraint: common_pb2.StructuredOutput, field: str) -> None:
@@ -156,10 +174,30 @@ def test_hollow_constraint_is_refused(constraint: common_pb2.StructuredOutput, f
         structured(json_object=True),
         structured(regex=""),
         structured(grammar='root ::= "x"'),
+        tag({"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}),
+        tag({"type": "json_schema", "json_schema": {"properties": {"grammar": {"type": "string"}}}}),
+        structured(json_object=True, whitespace_pattern="[ ]?", disable_any_whitespace=True),
     ],
 )
 def test_sound_constraint_is_accepted(constraint: common_pb2.StructuredOutput) -> None:
     check(structured=constraint)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"a": NaN}', '{"a":' * 70 + "1" + "}" * 70, f'{{"a": "{"x" * 65_536}"}}']
+)
+def test_engine_json_is_a_json_object_of_bounded_size(text: str) -> None:
+    assert refused(engine_json=text).violations[0].field == "sampling.engine_json"
+
+
+def test_sound_engine_json_is_left_to_the_replica() -> None:
+    check(engine_json='{"whatever": [1, 2.5, null]}')
+
+
+def test_stop_strings_need_text_to_be_found_in() -> None:
+    assert refused(stop=["a"], detokenize=False).violations[0].field == "sampling.stop"
+    check(stop=["a"], detokenize=True)
+    check(detokenize=False)
 
 
 def test_prompt_without_tokens_is_refused() -> None:
