@@ -34,6 +34,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+HTTP_REQUEST: Final = "kvorum.http.request"
 ROUTER_REQUEST: Final = "kvorum.router.request"
 ROUTER_TOKENIZE: Final = "kvorum.router.tokenize"
 ROUTER_ADMIT: Final = "kvorum.router.admit"
@@ -49,6 +50,10 @@ FIRST_TOKEN: Final = "kvorum.first_token"  # noqa: S105  (an event's name)
 LAST_TOKEN: Final = "kvorum.last_token"  # noqa: S105
 
 ERROR_TYPE: Final = "error.type"
+
+HTTP_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_STATUS: Final = "http.response.status_code"
 
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"  # "chat" or "text_completion"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
