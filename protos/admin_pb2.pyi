@@ -836,7 +836,7 @@ class ModelFiles(_message.Message):
     """as configured"""
     @_builtins.property
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """by path inside the checkpoint's folder"""
+        """by path inside the checkpoint's folder, each compressed with zlib"""
 
     @_builtins.property
     def engine_args_json(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

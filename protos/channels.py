@@ -65,11 +65,15 @@ class ServerTls:
 
 @dataclass(frozen=True)
 class ClientTls:
-    """PEM files of a client; without `ca` the system's roots are trusted."""
+    """PEM files of a client; without `ca` the system's roots are trusted.
+
+    `server_name` is what the server's certificate says, where it is not the address that is dialled.
+    """
 
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    server_name: str | None = None
 
 
 def open_channel(address: str, *, tls: ClientTls | None = None) -> grpc.aio.Channel:
@@ -81,7 +85,8 @@ def open_channel(address: str, *, tls: ClientTls | None = None) -> grpc.aio.Chan
         private_key=tls.key.read_bytes() if tls.key else None,
         certificate_chain=tls.certificate.read_bytes() if tls.certificate else None,
     )
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS + named)
 
 
 def create_server(

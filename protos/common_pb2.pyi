@@ -164,6 +164,7 @@ class SamplingParams(_message.Message):
     SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_JSON_FIELD_NUMBER: _builtins.int
     REASONING_ENDED_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """>= 0; 0 is greedy; default 1"""
     top_p: _builtins.float
@@ -201,6 +202,8 @@ class SamplingParams(_message.Message):
     """
     reasoning_ended: _builtins.bool
     """the prompt already closed its reasoning; for structured output"""
+    reasoning_parser_kwargs_json: _builtins.str
+    """Arguments of the replica's reasoning parser for this request, one JSON object; for structured output."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -242,10 +245,11 @@ class SamplingParams(_message.Message):
         spaces_between_special_tokens: _builtins.bool | None = ...,
         engine_json: _builtins.str = ...,
         reasoning_ended: _builtins.bool | None = ...,
+        reasoning_parser_kwargs_json: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_in_output", b"_include_stop_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_ended", b"_reasoning_ended", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "reasoning_ended", b"reasoning_ended", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_in_output", b"_include_stop_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_ended", b"_reasoning_ended", "_reasoning_parser_kwargs_json", b"_reasoning_parser_kwargs_json", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_in_output", b"_include_stop_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_ended", b"_reasoning_ended", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "detokenize", b"detokenize", "engine_json", b"engine_json", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "reasoning_ended", b"reasoning_ended", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_in_output", b"_include_stop_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_ended", b"_reasoning_ended", "_reasoning_parser_kwargs_json", b"_reasoning_parser_kwargs_json", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "detokenize", b"detokenize", "engine_json", b"engine_json", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "reasoning_ended", b"reasoning_ended", "reasoning_parser_kwargs_json", b"reasoning_parser_kwargs_json", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__detokenize: _TypeAlias = _typing.Literal["detokenize"]  # noqa: Y015
     _WhichOneofArgType__detokenize: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize"]  # noqa: Y015
@@ -271,6 +275,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
     _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_parser_kwargs_json: _TypeAlias = _typing.Literal["reasoning_parser_kwargs_json"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_parser_kwargs_json: _TypeAlias = _typing.Literal["_reasoning_parser_kwargs_json", b"_reasoning_parser_kwargs_json"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -309,6 +315,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_ended) -> _WhichOneofReturnType__reasoning_ended | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_parser_kwargs_json) -> _WhichOneofReturnType__reasoning_parser_kwargs_json | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload

@@ -64,6 +64,11 @@ def invalid(
     return KvorumError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, (violation,))
 
 
+def refused_by_grpc(error: KvorumError) -> bool:
+    """RESOURCE_EXHAUSTED that tells of no load: gRPC found a message too large, and will again."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason == common_pb2.INTERNAL
+
+
 def to_status(error: KvorumError) -> grpc.Status:
     """The grpc.Status to abort a call with."""
     info = error_details_pb2.ErrorInfo(

@@ -22,7 +22,7 @@ import grpc.aio
 
 from protos import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from protos.channels import ClientTls, bearer, open_channel
-from protos.errors import GAVE_UP, KvorumError, from_rpc_error
+from protos.errors import GAVE_UP, KvorumError, from_rpc_error, refused_by_grpc
 from router.client_request import Message, chat_prompt, generate_request
 from router.lookaside_client import LookasideStreams
 
@@ -194,7 +194,7 @@ class KvorumClient:
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
                 # A router that gave up has tried the replicas that another one would try.
-                if started or error.code not in _ELSEWHERE or GAVE_UP in error.metadata:
+                if started or not _worth_another(error) or GAVE_UP in error.metadata:
                     raise error from None
                 # What one says that is there tells more than that another one is not.
                 if last is None or last.retry_after_s is None:
@@ -234,7 +234,7 @@ class KvorumClient:
                 response = await call(request, timeout=left_s, metadata=(*self._credential, *metadata))
             except grpc.aio.AioRpcError as failure:
                 last = from_rpc_error(failure)
-                if last.code not in _ELSEWHERE:
+                if not _worth_another(last):
                     raise last from None
             else:
                 self._preferred = turn
@@ -257,6 +257,11 @@ class KvorumClient:
             channel = open_channel(address, tls=self._tls)
             self._routers[address] = (channel, inference_pb2_grpc.InferenceStub(channel))
         return self._routers[address][1]
+
+
+def _worth_another(error: KvorumError) -> bool:
+    """Whether another router may serve what one did not."""
+    return error.code in _ELSEWHERE and not refused_by_grpc(error)
 
 
 class SyncClient:

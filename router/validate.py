@@ -26,7 +26,8 @@ MAX_STRING_CHARS = 1024
 """Of a stop string, a bad word, a choice's option or a cache salt."""
 MAX_LIST_ITEMS = 1024
 """Of stop token ids, bad words and choices."""
-MAX_ENGINE_JSON_CHARS = 64 * 1024
+MAX_JSON_CHARS = 64 * 1024
+"""Of each field that is a JSON object whose content the replica alone knows."""
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 256
 """Of a session and of a tenant."""
@@ -70,7 +71,9 @@ def sampling(
     if params.stop and params.HasField("detokenize") and not params.detokenize:
         raise invalid("sampling.stop", "cannot be looked for with detokenize off")
     if params.engine_json:
-        _engine_json(params.engine_json)
+        _json_object("sampling.engine_json", params.engine_json)
+    if params.HasField("reasoning_parser_kwargs_json"):
+        _json_object("sampling.reasoning_parser_kwargs_json", params.reasoning_parser_kwargs_json)
     if params.HasField("structured"):
         constraints.check(params.structured)
 
@@ -162,11 +165,11 @@ def _logprobs(params: common_pb2.SamplingParams, model: common_pb2.ModelInfo) ->
             raise invalid(f"sampling.{name}", f"must be in [0, {most}], or -1 for all, got {asked}")
 
 
-def _engine_json(text: str) -> None:
+def _json_object(field: str, text: str) -> None:
     """A JSON object that is not too large; what is in it the replica knows, and refuses what it does not."""
-    if len(text) > MAX_ENGINE_JSON_CHARS:
-        raise invalid("sampling.engine_json", f"has {len(text)} characters, at most {MAX_ENGINE_JSON_CHARS}")
-    parse_object("sampling.engine_json", text)
+    if len(text) > MAX_JSON_CHARS:
+        raise invalid(field, f"has {len(text)} characters, at most {MAX_JSON_CHARS}")
+    parse_object(field, text)
 
 
 def _strings(field: str, values: Sequence[str], most: int) -> None:

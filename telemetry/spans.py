@@ -95,6 +95,8 @@ STEP_EXPOSED_S: Final = "kvorum.step.exposed_s"
 MEASURED_S: Final = "kvorum.measured_s"  # the engine's own figure, where the span had to be shortened
 
 _MAX_MESSAGE_CHARS = 512
+_MAX_STATE_CHARS = 512
+"""What https://www.w3.org/TR/trace-context/#tracestate-limits asks to be passed on at least."""
 _MAX_BAGGAGE_CHARS = 2048
 """gRPC refuses calls with more than 8 KiB of metadata: a client's baggage must not break our next hop."""
 
@@ -121,6 +123,8 @@ def extract(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
         if key in {_PARENT, _STATE, _BAGGAGE} and (text := _text(value)) is not None:
             found.setdefault(key, []).append(text)
     context = Context()
+    if len(",".join(found.get(_STATE, ()))) > _MAX_STATE_CHARS:
+        del found[_STATE]
     if len(found.get(_PARENT, ())) == 1:
         context = _tracecontext.extract(found, context)
     entries = ",".join(found.get(_BAGGAGE, ()))

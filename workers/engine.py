@@ -30,7 +30,7 @@ from workers.kv_events import KvEvents
 from workers.load import LoadRecorder
 from workers.placement import OverlapMode, ReplicaPlacement
 from workers.resident import ResidentBlocks
-from workers.translate import refusal, to_sampling_params
+from workers.translate import refusal, to_reasoning_parser_kwargs, to_sampling_params
 
 if TYPE_CHECKING:
     from workers.checkpoint import PreparedModel
@@ -243,6 +243,7 @@ class Engine:
             lora_request=self._lora(request.lora),
             priority=request.priority,
             reasoning_ended=sampling.reasoning_ended if sampling.HasField("reasoning_ended") else None,
+            reasoning_parser_kwargs=to_reasoning_parser_kwargs(sampling),
         )
         try:
             async for output in outputs:

@@ -48,6 +48,12 @@ class _Repetition(msgspec.Struct, forbid_unknown_fields=True):
     min_count: int = 0
 
 
+class _ParserArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """What vLLM's server gives a reasoning parser; an engine would die of what a parser does not take."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class _Further(msgspec.Struct, forbid_unknown_fields=True):
     """What `engine_json` may hold. vLLM's SamplingParams checks no types, and its engine trusts them."""
 
@@ -102,6 +108,21 @@ def _further(text: str) -> dict[str, Any]:
             **msgspec.structs.asdict(read.repetition_detection)
         )
     return fields
+
+
+def to_reasoning_parser_kwargs(wire: common_pb2.SamplingParams) -> dict[str, Any] | None:
+    """What `AsyncLLM.generate` takes by that name; None when nothing was said.
+
+    Raises:
+        KvorumError: INVALID_ARGUMENT, it is no JSON object or holds what reasoning parsers do not take.
+    """
+    if not wire.HasField("reasoning_parser_kwargs_json"):
+        return None
+    try:
+        read = msgspec.json.decode(wire.reasoning_parser_kwargs_json, type=_ParserArguments)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid("sampling.reasoning_parser_kwargs_json", str(error)) from None
+    return msgspec.structs.asdict(read)
 
 
 def _structured(wire: common_pb2.StructuredOutput) -> StructuredOutputsParams:

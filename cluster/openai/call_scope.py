@@ -54,6 +54,9 @@ class CallScope:
 
         vLLM's server drops the iterators of a stream that it cannot send any more, and leaves it to the
         garbage collector to close them: until then an engine would generate for nobody.
+
+        A streamed response with `background: true` ends with its client too, and cannot be taken up again;
+        one that is not streamed has been answered by then ("queued") and goes on.
         """
         for stream in tuple(self.running):
             stream.cancel()

@@ -58,6 +58,14 @@ _NO_SCALING = HttpFailure(501, "replicas are added and removed by the cluster, n
 _REQUESTS = Counter(
     "kvorum_http_requests", "HTTP requests by route and status; 499: the client left first", ["route", "code"]
 )
+_ALWAYS: Final = frozenset({_LOAD, "/metrics"})
+"""Asked above all when there is too much to do."""
+
+_GRACE_S = 30.0
+"""Beyond a request's longest time, after which a router ends it with an honest status."""
+_CLOSE_S = 5.0
+"""For the last words to a client that may not read."""
+
 _BROKEN = Counter(
     "kvorum_http_streams_broken", "Streams that ended with an error after they began", ["route"]
 )
@@ -69,14 +77,26 @@ class Edge:
     Args:
         app: vLLM's app once it is there, else None.
         standing: how the face is now.
+        request_timeout_s: the longest time of one request, seconds; a client that sends or reads so slowly
+            that it takes `_GRACE_S` more loses it.
+        max_ongoing: requests in flight; more are refused with 503 at once, but for probes and metrics.
     """
 
     def __init__(
-        self, keys: Keys, tracer: Tracer, app: Callable[[], App | None], standing: Callable[[], Standing]
+        self,
+        keys: Keys,
+        tracer: Tracer,
+        app: Callable[[], App | None],
+        standing: Callable[[], Standing],
+        *,
+        request_timeout_s: float,
+        max_ongoing: int,
     ) -> None:
         self._keys, self._tracer = keys, tracer
         self._app, self._standing = app, standing
+        self._timeout_s, self._max_ongoing = request_timeout_s + _GRACE_S, max_ongoing
         self._generating = 0
+        self._ongoing = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request; there are no web sockets here."""
@@ -97,6 +117,7 @@ class Edge:
         self._generating += generating
         try:
             refusal = self._unwelcome(scope["method"], headers, call) or self._unavailable(path)
+            refusal = refusal or self._full(path)
             if refusal is not None:
                 await _drain(refusal, headers, receive)
                 await exchange.refuse(refusal)
@@ -105,9 +126,11 @@ class Edge:
                 exchange.status = 200
             else:
                 inner = _inner_scope(scope, request_id)
+                self._ongoing += 1
                 try:
                     await self._serve(inner, call, exchange)
                 finally:
+                    self._ongoing -= 1
                     route = getattr(inner.get("route"), "path", route)
         except asyncio.CancelledError:  # the server gave this request up
             exchange.gone = True
@@ -121,20 +144,28 @@ class Edge:
         assert app is not None
         failure: HttpFailure | None = None
         whole = False
+        deadline = asyncio.timeout(self._timeout_s)
         try:
             with entered(call):
-                await app(inner, exchange.receive, exchange.send)
-            whole = not exchange.gone
+                async with deadline:
+                    await app(inner, exchange.receive, exchange.send)
+            whole = not exchange.gone and not deadline.expired()
         except Exception as error:
             failure = call.failure
-            if failure is None and not exchange.gone:
+            if not deadline.expired() and failure is None and not exchange.gone:
                 log.error("request %s failed inside vLLM's server", call.request_id, exc_info=error)
                 message = f"the server failed on request {call.request_id}; its log says why"
                 failure = HttpFailure(500, message)
         finally:
             if not whole:
                 call.cancel()
-        await exchange.close(failure)
+        if deadline.expired():
+            failure = HttpFailure(408, f"not all was sent and read within {self._timeout_s:.0f} s")
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await exchange.close(failure)
+        except TimeoutError:  # it does not read
+            exchange.gone = True
 
     def _unwelcome(self, method: str, headers: dict[bytes, str], call: CallScope) -> HttpFailure | None:
         """What its headers say against this request; notes its class in `call`."""
@@ -165,6 +196,11 @@ class Edge:
         if not standing.started or (path == "/v1/models" and not standing.ready):
             return HttpFailure(503, f"not ready yet: {standing.phase}")
         return None
+
+    def _full(self, path: str) -> HttpFailure | None:
+        if self._ongoing < self._max_ongoing or path in _ALWAYS:
+            return None
+        return HttpFailure(503, f"{self._max_ongoing} requests are in flight at this ingress: try again")
 
     def _open_span(self, path: str, scope: Scope, call: CallScope) -> Span | None:
         if path in _UNTRACED:

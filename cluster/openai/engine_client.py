@@ -137,7 +137,11 @@ class RouterEngineClient(EngineClient):
             request = inference_pb2.GenerateRequest(
                 model=self._model,
                 tokens=inference_pb2.TokenIds(ids=token_ids),
-                sampling=to_wire(sampling_params, reasoning_ended=reasoning_ended),
+                sampling=to_wire(
+                    sampling_params,
+                    reasoning_ended=reasoning_ended,
+                    reasoning_parser_kwargs=reasoning_parser_kwargs,
+                ),
                 options=_options(
                     scope,
                     request_id,
@@ -167,6 +171,8 @@ class RouterEngineClient(EngineClient):
                 async for message in messages:
                     for output in feed(message):
                         yield output
+            if assembler.unfinished():
+                _end_early(scope)
         except KvorumError as error:
             exception = to_exception(error)
             _note(scope, exception)
@@ -349,6 +355,13 @@ def _refuse(scope: CallScope | None) -> NoReturn:
         retry_after_s=_RETRY_S,
         reason=common_pb2.Reason.Name(common_pb2.NO_REPLICA_READY),
     )
+    _note(scope, error)
+    raise error
+
+
+def _end_early(scope: CallScope | None) -> NoReturn:
+    """A stream that ends well, but without the end of each sequence, is not a whole answer."""
+    error = Refused("the router ended this stream early", HTTPStatus.BAD_GATEWAY)
     _note(scope, error)
     raise error
 

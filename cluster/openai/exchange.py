@@ -7,6 +7,7 @@ stream that breaks later ends with the error and without `[DONE]`.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable
 
@@ -19,6 +20,11 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """Of a request; a router takes no larger messages either."""
 
 TOO_LARGE = HttpFailure(413, f"the request's body is larger than {MAX_BODY_BYTES >> 20} MiB")
+
+PART_TIMEOUT_S = 60.0
+"""A client has this long for each part of its request's body."""
+
+TOO_SLOW = HttpFailure(408, f"no further part of the request's body came within {PART_TIMEOUT_S:.0f} s")
 
 _RETRYABLE = (429, 503)
 _RETRY_S = 1.0
@@ -45,15 +51,27 @@ class Exchange:
         self._over = False  # all has been said
         self._last = b""
         self._left = MAX_BODY_BYTES
+        self._whole = False  # the request's body is here
+        self._unfit: HttpFailure | None = None  # what is wrong with that body
 
     async def receive(self) -> Message:
-        """The request's next part; a body that grows too large ends as if the client had left."""
-        message = await self._receive()
+        """The request's next part; a body that is too large or too slow ends as if the client had left."""
+        if self._whole:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout(PART_TIMEOUT_S):
+                    message = await self._receive()
+            except TimeoutError:
+                self._unfit = TOO_SLOW
+                return {"type": "http.disconnect"}
         if message["type"] == "http.disconnect":
             self.gone = self.gone or not self._over
         elif message["type"] == "http.request":
+            self._whole = not message.get("more_body", False)
             self._left -= len(message.get("body", b""))
             if self._left < 0:
+                self._unfit = TOO_LARGE
                 return {"type": "http.disconnect"}
         return message
 
@@ -79,8 +97,8 @@ class Exchange:
         """The app has returned, or raised what `failure` tells; say what is still to be said."""
         if self._over or self.gone:
             return
-        if self._left < 0:
-            await self.refuse(TOO_LARGE)
+        if self._unfit is not None and not self.status:
+            await self.refuse(self._unfit)
         elif self._streaming:
             await self._break(failure or HttpFailure(500, "the server ended this stream early"))
         elif not self.status:
@@ -104,8 +122,8 @@ class Exchange:
 
     async def _begin(self, start: Message, message: Message) -> None:
         """The first content decides which response this is."""
-        if self._left < 0:
-            await self.refuse(TOO_LARGE)
+        if self._unfit is not None:
+            await self.refuse(self._unfit)
             return
         body = message.get("body", b"")
         events = any(n == b"content-type" and v.startswith(sse.MEDIA_TYPE) for n, v in start["headers"])
@@ -150,4 +168,6 @@ class Exchange:
             wait_s = self._call.retry_after_s
             seconds = max(1, math.ceil(_RETRY_S if wait_s is None else wait_s))
             headers.append((b"retry-after", str(seconds).encode()))
+        elif status == TOO_SLOW.status:
+            headers.append((b"connection", b"close"))  # the rest of that request may still come
         return headers

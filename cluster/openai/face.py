@@ -60,7 +60,7 @@ class HttpFace:
         self._telemetry: Telemetry = configure(
             "kvorum.http", f"{settings.cluster}-{os.getpid()}", settings.telemetry
         )
-        tls = ClientTls(settings.tls_ca) if settings.tls_ca else None
+        tls = ClientTls(settings.tls_ca, server_name=settings.tls_server_name) if settings.tls_ca else None
         self._health = RouterHealth(settings.routers, tls=tls)
         self._client = KvorumClient(
             *settings.routers, api_key=settings.token, tls=tls, usable=self._health.serves
@@ -73,7 +73,12 @@ class HttpFace:
         self._tasks = TaskGroup()
         self._stopping = asyncio.Event()
         self._edge = Edge(
-            Keys(settings.api_keys), self._telemetry.tracer, lambda: self._app, lambda: self.standing
+            Keys(settings.api_keys),
+            self._telemetry.tracer,
+            lambda: self._app,
+            lambda: self.standing,
+            request_timeout_s=settings.request_timeout_s,
+            max_ongoing=settings.max_ongoing_requests,
         )
 
     @property

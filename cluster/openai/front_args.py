@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -36,6 +37,7 @@ _ELSEWHERE = {
     "model_tag": "engine.model",
     "served_model_name": "engine.served_name",
 }
+_KEY_VARIABLE = "VLLM_API_KEY"
 _DEFAULTS = ("--enable-prompt-tokens-details",)
 
 
@@ -50,6 +52,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         IngressError: with vLLM's own message, or where else the setting belongs.
     """
+    if os.environ.get(_KEY_VARIABLE):  # a key that vLLM would ask for beside ours
+        raise IngressError(f"{_KEY_VARIABLE} is set: set {_ELSEWHERE['api_key']} instead of {_KEY_VARIABLE}")
     parser: Any = make_arg_parser(_Parser(prog="http.arguments", add_help=False))
     try:
         namespace: argparse.Namespace = parser.parse_args([*_DEFAULTS, *arguments])

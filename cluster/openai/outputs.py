@@ -64,6 +64,8 @@ class OutputAssembler:
         """
         begins = any(not self._sequences[choice.index].begun for choice in message.choices)
         self._note(message)
+        if not message.choices:
+            return []
         self._running -= sum(1 for choice in message.choices if choice.finish_reason)
         outputs = self._outputs(message)
         if not outputs:

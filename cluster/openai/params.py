@@ -65,10 +65,15 @@ _INT32_MAX = 2**31 - 1
 _DEFAULTS = SamplingParams()
 
 
-def to_wire(params: SamplingParams, *, reasoning_ended: bool | None = None) -> common_pb2.SamplingParams:
+def to_wire(
+    params: SamplingParams,
+    *,
+    reasoning_ended: bool | None = None,
+    reasoning_parser_kwargs: dict[str, Any] | None = None,
+) -> common_pb2.SamplingParams:
     """Everything of `params` that a replica needs to sample as vLLM would here.
 
-    `reasoning_ended` is that of `EngineClient.generate`.
+    `reasoning_ended` and `reasoning_parser_kwargs` are those of `EngineClient.generate`.
 
     Raises:
         VLLMValidationError: a field holds what cannot be carried; it is named.
@@ -88,6 +93,8 @@ def to_wire(params: SamplingParams, *, reasoning_ended: bool | None = None) -> c
         wire.engine_json = _json("extra_args", further)
     if reasoning_ended is not None:
         wire.reasoning_ended = reasoning_ended
+    if reasoning_parser_kwargs is not None:
+        wire.reasoning_parser_kwargs_json = _json("chat_template_kwargs", reasoning_parser_kwargs)
     return wire
 
 
@@ -155,7 +162,7 @@ def _further(params: SamplingParams) -> dict[str, Any]:
 
 
 def _json(name: str, fields: dict[str, Any]) -> str:
-    """Only `extra_args` holds what clients chose freely, so it is `name` that is at fault."""
+    """`name`: the one field of these that holds what clients chose freely, so that it is at fault."""
     try:
         return json.dumps(fields, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:

@@ -10,7 +10,7 @@ import grpc
 from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
 
 from protos import common_pb2
-from protos.errors import FieldViolation, KvorumError
+from protos.errors import FieldViolation, KvorumError, refused_by_grpc
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ _OPENAI_NAMES = {
     "include_stop_in_output": "include_stop_str_in_output",
     "structured": "response_format",
     "engine_json": "vllm_xargs",
+    "reasoning_parser_kwargs_json": "chat_template_kwargs",
     "session": "session_id",
     "lora": "model",
 }
@@ -100,6 +101,8 @@ def _refused(error: KvorumError) -> Refused:
 def _status(error: KvorumError) -> HTTPStatus:
     if error.reason == common_pb2.FEATURE_NOT_ENABLED:
         return HTTPStatus.NOT_IMPLEMENTED
+    if refused_by_grpc(error):
+        return HTTPStatus.INTERNAL_SERVER_ERROR
     if _broken_midway(error):
         return HTTPStatus.BAD_GATEWAY
     return _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -117,6 +120,9 @@ def _message(error: KvorumError) -> str:
     if error.code is grpc.StatusCode.CANCELLED:
         log.warning("a router cancelled a request: %s", error)
         return "the router ended this request; send it again"
+    if refused_by_grpc(error):
+        log.error("a message between servers of the cluster was refused by gRPC: %s", error)
+        return "this request or its answer is too large for the cluster"
     if error.code is grpc.StatusCode.UNKNOWN:
         log.error("a router failed: %s", error)
         return "the router failed on this request"

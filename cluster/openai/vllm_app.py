@@ -132,6 +132,9 @@ def _engine_args(folder: Path, files: admin_pb2.ModelFiles) -> AsyncEngineArgs:
         "served_model_name": [files.model],
         "max_model_len": files.max_model_len or given.get("max_model_len"),
         "dtype": files.dtype or "auto",
+        # Only text reaches a replica: refuse images and the like before vLLM fetches them from where a
+        # client says.
+        "language_model_only": True,
     }
     return AsyncEngineArgs(**(given | own))
 

@@ -30,6 +30,7 @@ RENAMED = {"include_stop_in_output": "include_stop_str_in_output"}
 def test_every_wire_field_reaches_vllm() -> None:
     known = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
     elsewhere = {"structured", "detokenize", "engine_json", "reasoning_ended"}
+    elsewhere.add("reasoning_parser_kwargs_json")
     assert known == FIELDS.keys() | elsewhere, "a new wire field needs a line here"
     assert not to_sampling_params(common_pb2.SamplingParams(detokenize=False)).detokenize
     params = to_sampling_params(common_pb2.SamplingParams(**FIELDS))

@@ -89,6 +89,9 @@ async def running_face(
             async with asyncio.timeout(5):
                 await health.wait_serving()
             ready = Standing("ready", 1.0, started=True, ready=True)
-            yield Face(Edge(Keys(()), NoOpTracer(), lambda: app, lambda: ready), app, stack)
+            edge = Edge(
+                Keys(()), NoOpTracer(), lambda: app, lambda: ready, request_timeout_s=20, max_ongoing=100
+            )
+            yield Face(edge, app, stack)
         finally:
             await health.stop()

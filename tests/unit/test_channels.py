@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cluster.certificate import name_in
 from protos import common_pb2
 from protos.channels import ClientTls, ServerTls, bearer, bind, create_server, open_channel
 from protos.errors import KvorumError, from_rpc_error
@@ -240,3 +241,28 @@ async def test_mutual_tls_admits_only_certificates_of_its_ca(pem: Path) -> None:
             assert await call_both(channel) == [b"u", b"s", b"s"]
         async with open_channel(address, tls=ClientTls(pem / "ca.pem")) as channel:
             assert {error.code for error in await refusal(channel)} == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_client_that_knows_the_certificates_name_may_dial_another_address(elsewhere: Path) -> None:
+    certificate = elsewhere / "cert.pem"
+    assert name_in(certificate) == "api.example.com"
+    async with echo(ServerTls(certificate, elsewhere / "key.pem"), tokens=["k"]) as address:
+        async with open_channel(address, tls=ClientTls(certificate)) as channel:
+            assert {error.code for error in await refusal(channel)} == {grpc.StatusCode.UNAVAILABLE}
+        named = ClientTls(certificate, server_name=name_in(certificate))
+        async with open_channel(address, tls=named) as channel:
+            assert await call_both(channel, bearer("k")) == [b"u", b"s", b"s"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """cert.pem and key.pem of a host that is not this one."""
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-keyout", "key.pem", "-out", "cert.pem", "-days", "2", "-subj", "/CN=ignored",
+            "-addext", "subjectAltName=DNS:api.example.com",
+        ],
+        cwd=tmp_path, check=True, capture_output=True, timeout=30,
+    )  # fmt: skip
+    return tmp_path

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,6 +16,10 @@ from fakes_cluster import Script, model_info
 from fakes_http import FakeConnection, asked
 from fakes_router import assert_nothing_leaked, eventually
 from helpers_http_app import CONTEXT, Face, running_face, settings, write_model
+from vllm.config.multimodal import MultiModalConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.processing.context import BaseProcessingInfo
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 
 from cluster.openai import front_args, vllm_app
 from cluster.openai.failures import IngressError
@@ -214,6 +219,32 @@ async def test_prompts_of_one_request_run_side_by_side(face: Face) -> None:
     assert len(ids) == 2
 
 
+async def test_beam_search_finds_the_likeliest_texts(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = face.replica._message
+
+    def likely(request: Any, k: int, count: int, n: int) -> common_pb2.GenerateResponse:
+        message = plain(request, k, count, n)
+        (choice,) = message.choices
+        assert request.sampling.logprobs == 4
+        choice.token_ids[:] = [65]
+        # A is likelier at first, and B after it.
+        after_a = request.prompt_token_ids[-1] == 65
+        logprobs = {66: -0.1, 65: -2.5} if after_a else {65: -0.5, 66: -0.6}
+        position = choice.logprobs.add()
+        for rank, (token, logprob) in enumerate(logprobs.items(), start=1):
+            position.tokens.add(token_id=token, logprob=logprob, rank=rank)
+        return message
+
+    monkeypatch.setattr(face.replica, "_message", likely)
+    body = {"prompt": "hi", "max_tokens": 2, "n": 2, "use_beam_search": True, "logprobs": 1}
+    answer = await post(face, "/v1/completions", {**body, "return_token_ids": True})
+    assert answer.status == 200, answer.body
+    first, second = answer.json["choices"]
+    assert (first["token_ids"], second["token_ids"]) == ([65, 66], [66, 65])
+    assert first["logprobs"]["token_logprobs"] == pytest.approx([-0.5, -0.1])
+    assert len(face.replica.seen) == 3
+
+
 async def test_models_name_the_loaded_adapters_and_serve_them(face: Face) -> None:
     listed = await asked(face.edge, "/v1/models", method="GET")
     answer = await post(face, *CHAT, model="poet")
@@ -255,6 +286,33 @@ async def test_arguments_that_cannot_be_followed_are_refused_with_a_reason(
         await vllm_app.build(
             settings(arguments=arguments), folder, admin_pb2.ModelFiles(model="fake"), client, client
         )
+
+
+async def test_images_are_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    files = admin_pb2.ModelFiles(model="fake", engine_args_json={"language_model_only": "false"})
+    args = vllm_app._engine_args(tmp_path, files)
+    config = MultiModalConfig(language_model_only=args.language_model_only)
+
+    class FakeInfo(BaseProcessingInfo):  # type: ignore[misc]
+        def get_supported_mm_limits(self) -> dict[str, int | None]:
+            return {"image": None}
+
+    context: Any = SimpleNamespace(get_mm_config=lambda: config)
+    model: Any = SimpleNamespace(multimodal_config=config, hf_config=SimpleNamespace())
+    tracker = AsyncMultiModalItemTracker(model)
+    vars(tracker)["mm_processor"] = SimpleNamespace(info=FakeInfo(context))
+    with pytest.raises(VLLMValidationError, match=r"At most 0 image\(s\)"):
+        tracker.create_parser().parse_image("http://127.0.0.1:1/x.png")
+    assert tracker._items_by_modality["image"] == []
+
+
+async def test_a_key_of_vllms_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(IngressError, match=r"set router\.api_keys_file instead of VLLM_API_KEY") as caught:
+        front_args.parse([])
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    front_args.parse([])
 
 
 async def test_arguments_of_vllms_front_end_are_followed() -> None:

@@ -7,13 +7,13 @@ import hashlib
 from typing import Any
 
 import pytest
-from fakes_http import FakeConnection, FakeServer, answers, asked, streams
+from fakes_http import EVENTS, FakeConnection, FakeServer, answers, asked, streams
 from fakes_router import SpanRecorder
 from opentelemetry.trace import NoOpTracer, StatusCode
 from prometheus_client import REGISTRY
 
 from cluster.openai import call_scope, edge
-from cluster.openai.asgi import App, Receive, Scope, Send
+from cluster.openai.asgi import App, Message, Receive, Scope, Send
 from cluster.openai.edge import Edge
 from cluster.openai.exchange import MAX_BODY_BYTES
 from cluster.openai.failures import Api, HttpFailure
@@ -30,10 +30,23 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def an_edge(
-    app: App | None, *, standing: Standing = READY, keys: tuple[str, ...] = (), tracer: Any = None
+    app: App | None,
+    *,
+    standing: Standing = READY,
+    keys: tuple[str, ...] = (),
+    tracer: Any = None,
+    timeout_s: float = 10.0,
+    max_ongoing: int = 100,
 ) -> Edge:
     digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-    return Edge(Keys(digests), tracer or NoOpTracer(), lambda: app, lambda: standing)
+    return Edge(
+        Keys(digests),
+        tracer or NoOpTracer(),
+        lambda: app,
+        lambda: standing,
+        request_timeout_s=timeout_s,
+        max_ongoing=max_ongoing,
+    )
 
 
 def counted(route: str, code: int) -> float:
@@ -315,6 +328,107 @@ async def test_a_broken_stream_marks_its_span_and_its_count() -> None:
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes is not None
     assert (span.attributes[spans.ERROR_TYPE], span.attributes[spans.HTTP_STATUS]) == ("502", 200)
+
+
+async def test_more_requests_than_the_limit_are_refused_counted_and_traced() -> None:
+    recorder, gate = SpanRecorder(), asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == CHAT:
+            await gate.wait()
+        await answers(200, {})(scope, receive, send)
+
+    face = an_edge(FakeServer(wait), keys=("k",), tracer=recorder.observer._tracer, max_ongoing=1)
+    key = {"x-api-key": "k"}
+    running = FakeConnection(CHAT, headers=key).start(face)
+    await asyncio.sleep(0)
+    before = counted("other", 503)
+    refused = await asked(face, CHAT, headers={**key, "X-Request-Id": "mine"})
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert refused.headers["x-request-id"] == "mine"
+    assert refused.json["error"]["code"] == 503
+    assert counted("other", 503) == before + 1
+    assert len(recorder.named(spans.HTTP_REQUEST)) == 1
+    always = {"/metrics": 200, "/load": 200, "/readyz": 200}
+    for path, status in always.items():
+        assert (await asked(face, path, method="GET", headers=key)).status == status
+    assert (await asked(face, CHAT)).status == 401
+    gate.set()
+    await running.done()
+    assert running.status == 200
+    assert (await asked(face, CHAT, headers=key)).status == 200
+
+
+async def test_a_client_that_leaves_or_a_failure_makes_room() -> None:
+    async def fail(_scope: Scope, receive: Receive, _send: Send) -> None:
+        await receive()
+        await receive()
+        raise RuntimeError
+
+    face = an_edge(FakeServer(fail), max_ongoing=1)
+    for _ in range(2):
+        connection = FakeConnection(CHAT).start(face)
+        connection.disconnect()
+        await connection.done()
+    assert (await asked(face, CHAT, body=[b"", b""])).status == 500
+
+
+async def test_a_request_that_takes_too_long_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_GRACE_S", 0.0)
+    stopped = asyncio.Event()
+
+    async def hang(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    answer = await asked(an_edge(FakeServer(hang), timeout_s=0.05), CHAT)
+    assert stopped.is_set()
+    assert (answer.status, answer.json["error"]["code"]) == (408, 408)
+    assert answer.headers["connection"] == "close"
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_GRACE_S", 0.0)
+
+    async def hang(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        await asyncio.Event().wait()
+
+    answer = await asked(an_edge(FakeServer(hang), timeout_s=0.05), CHAT)
+    assert (answer.status, answer.pieces[0], answer.complete) == (200, b"data: {}\n\n", True)
+    assert b'"code": 408' in answer.pieces[1]
+
+
+async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_GRACE_S", 0.0)
+    monkeypatch.setattr(edge, "_CLOSE_S", 0.05)
+
+    class FakeStream:
+        cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    stream = FakeStream()
+
+    async def behave(scope: Scope, receive: Receive, send: Send) -> None:
+        current = call_scope.current()
+        assert current is not None
+        current.running.add(stream)
+        await streams(b"data: {}\n\n")(scope, receive, send)
+
+    async def never(_message: Message) -> None:
+        await asyncio.Event().wait()
+
+    before = counted("other", edge.CLIENT_CLOSED)
+    connection = FakeConnection(CHAT)
+    async with asyncio.timeout(5):
+        await an_edge(FakeServer(behave), timeout_s=0.05)(connection.scope, connection._receive, never)
+    assert stream.cancelled
+    assert counted("other", edge.CLIENT_CLOSED) == before + 1
 
 
 async def test_web_sockets_are_closed() -> None:

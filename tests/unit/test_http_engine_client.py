@@ -106,6 +106,7 @@ async def test_all_that_is_known_of_the_request_reaches_the_router(monkeypatch: 
                 priority=0,
                 session_id="from-body",
                 reasoning_ended=True,
+                reasoning_parser_kwargs={"chat_template_kwargs": {"thinking": True}},
             )
         seen = stack.replicas[0].seen[0].request
     request, named = sent[0]
@@ -118,6 +119,7 @@ async def test_all_that_is_known_of_the_request_reaches_the_router(monkeypatch: 
         "poet",
     )
     assert request.sampling.reasoning_ended
+    assert seen.sampling.reasoning_parser_kwargs_json == '{"chat_template_kwargs":{"thinking":true}}'
     assert dict(named["metadata"])["traceparent"].startswith("00-0af7651916cd43dd8448eb211c80319c-")
     assert (seen.lora, seen.cache_salt) == ("poet", "pepper")
 
@@ -167,6 +169,25 @@ async def test_a_stream_that_breaks_raises_after_what_came() -> None:
     assert got == [" t1", " t2"]
     assert int(caught.value.http_status) == 502
     assert scope.failure is not None
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+async def test_a_stream_that_ends_well_but_too_soon_is_no_whole_answer(
+    kind: RequestOutputKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cut(*_: Any, **__: Any) -> AsyncIterator[common_pb2.GenerateResponse]:
+        message = common_pb2.GenerateResponse()
+        message.choices.add(index=0, text=" t1", token_ids=[1], finish_reason=common_pb2.STOP)
+        message.choices.add(index=1, text=" t1", token_ids=[1])
+        yield message
+
+    async with serving() as (stack, engine):
+        monkeypatch.setattr(stack.client, "stream", cut)
+        with entered(CallScope("q")) as scope, pytest.raises(Refused, match="ended this stream early"):
+            await generated(engine, sampling=params(kind, n=2, temperature=1.0))
+        assert engine._running == {}
+    assert scope.failure is not None
+    assert scope.failure.status == 502
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from fakes_http import EVENTS, FakeConnection, FakeServer, answers, asked, streams
 from opentelemetry.trace import NoOpTracer
 
-from cluster.openai import call_scope
+from cluster.openai import call_scope, exchange
 from cluster.openai.asgi import App, Receive, Scope, Send
 from cluster.openai.edge import Edge
 from cluster.openai.failures import HttpFailure
@@ -27,7 +27,7 @@ DELTA = b'event: response.output_text.delta\ndata: {"delta":"hi","sequence_numbe
 
 def edge(app: App) -> Edge:
     ready = Standing("ready", 1.0, started=True, ready=True)
-    return Edge(Keys(()), NoOpTracer(), lambda: app, lambda: ready)
+    return Edge(Keys(()), NoOpTracer(), lambda: app, lambda: ready, request_timeout_s=10.0, max_ongoing=10)
 
 
 def refusing(failure: HttpFailure, app: App, *, retry_after_s: float | None = None) -> App:
@@ -171,3 +171,35 @@ async def test_other_answers_pass_in_pieces() -> None:
 
     answer = await asked(edge(FakeServer(behave)), "/metrics", method="GET")
     assert answer.pieces == [b"a", b'data: {"error"']
+
+
+async def test_a_body_that_stops_coming_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PART_TIMEOUT_S", 0.05)
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            pass
+        await answers(400, {"error": "cannot parse"})(scope, receive, send)
+
+    connection = FakeConnection(MESSAGES, body=[b"{", b"}"])
+    await connection._receive()
+    first = {"type": "http.request", "body": b"{", "more_body": True}
+    await connection._receive()
+    connection._incoming.put_nowait(first)
+    answer = await connection.start(edge(FakeServer(read))).done()
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+    assert answer.json["type"] == "error"
+
+
+async def test_a_client_that_has_sent_all_may_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PART_TIMEOUT_S", 0.05)
+
+    async def listen(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        leaving = asyncio.ensure_future(receive())
+        await asyncio.wait([leaving], timeout=0.2)
+        assert not leaving.done()
+        leaving.cancel()
+        await answers(200, {})(scope, receive, send)
+
+    assert (await asked(edge(FakeServer(listen)), CHAT)).status == 200

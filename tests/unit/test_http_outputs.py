@@ -201,3 +201,11 @@ def test_the_engines_times_keep_their_differences() -> None:
 
 def test_a_message_without_choices_completes_nothing() -> None:
     assert assembler().feed(common_pb2.GenerateResponse(usage=common_pb2.Usage(cached_tokens=1))) == []
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL_ONLY])
+def test_a_message_after_the_end_repeats_nothing(kind: Any) -> None:
+    assembled = assembler(output_kind=kind)
+    (last,) = assembled.feed(message(step("a", 1, finish_reason=common_pb2.STOP)))
+    assert last.finished
+    assert assembled.feed(message(usage=common_pb2.Usage(cached_tokens=2))) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,10 +21,11 @@ from vllm.sampling_params import (
 )
 
 from cluster.openai.params import NOT_CARRIED, REFUSED, to_wire
-from protos import common_pb2
+from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
 from router import validate
-from workers.translate import to_sampling_params
+from workers.engine import Engine
+from workers.translate import to_reasoning_parser_kwargs, to_sampling_params
 
 MODEL = common_pb2.ModelInfo(name="m", max_model_len=4096, vocab_size=1000, max_logprobs=20)
 
@@ -122,6 +125,49 @@ def test_a_schema_given_as_an_object_becomes_its_text_in_its_order() -> None:
 def test_whether_reasoning_has_ended_is_carried(ended: bool | None) -> None:
     wire = to_wire(SamplingParams(), reasoning_ended=ended)
     assert (wire.reasoning_ended if wire.HasField("reasoning_ended") else None) is ended
+
+
+@pytest.mark.parametrize("kwargs", [None, {}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_what_the_reasoning_parser_is_given_reaches_the_replica(kwargs: dict[str, Any] | None) -> None:
+    wire = to_wire(SamplingParams(), reasoning_parser_kwargs=kwargs)
+    expected = None if kwargs is None else {"chat_template_kwargs": None} | kwargs
+    assert to_reasoning_parser_kwargs(wire) == expected
+
+
+def test_what_the_reasoning_parser_cannot_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(VLLMValidationError) as caught:
+        to_wire(SamplingParams(), reasoning_parser_kwargs={"chat_template_kwargs": {"x": object()}})
+    assert caught.value.parameter == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"tokenizer": 1}', '{"chat_template_kwargs": "no"}', "[" * 5000 + "]" * 5000]
+)
+def test_a_replica_refuses_what_would_break_its_reasoning_parser(text: str) -> None:
+    with pytest.raises(KvorumError) as caught:
+        to_reasoning_parser_kwargs(common_pb2.SamplingParams(reasoning_parser_kwargs_json=text))
+    assert caught.value.violations[0].field == "sampling.reasoning_parser_kwargs_json"
+
+
+async def test_the_engine_gives_it_to_vllm() -> None:
+    given: dict[str, Any] = {}
+
+    async def generate(*_: Any, **named: Any) -> AsyncIterator[Any]:
+        given.update(named)
+        yield SimpleNamespace()
+
+    config: Any = SimpleNamespace(lora_modules={})
+    prepared: Any = SimpleNamespace(revision="r1")
+    placement: Any = SimpleNamespace()
+    engine = Engine(config, prepared, placement)
+    llm: Any = SimpleNamespace(generate=generate)
+    engine._llm = llm
+    kwargs = {"chat_template_kwargs": {"thinking": True}}
+    request = replica_pb2.ReplicaGenerateRequest(
+        prompt_token_ids=[1], sampling=to_wire(SamplingParams(), reasoning_parser_kwargs=kwargs)
+    )
+    assert len([output async for output in engine.generate(request)]) == 1
+    assert given["reasoning_parser_kwargs"] == kwargs
 
 
 def test_a_replica_always_streams_deltas_and_sends_a_whole_answer_in_fewer_messages() -> None:

@@ -83,6 +83,7 @@ def test_a_refusal_without_a_field_names_none() -> None:
         ("sampling.structured.regex", "structured_outputs"),
         ("sampling.structured.choice[1]", "structured_outputs"),
         ("sampling.engine_json", "vllm_xargs"),
+        ("sampling.reasoning_parser_kwargs_json", "chat_template_kwargs"),
         ("sampling.logprob_token_ids", "logprob_token_ids"),
         ("sampling", None),
         ("options.cache_salt", "cache_salt"),
@@ -111,6 +112,7 @@ def test_an_unknown_model_is_not_found() -> None:
         (Code.UNAVAILABLE, common_pb2.REPLICA_LOST),  # as `from_rpc_error` reads gRPC's own
         (Code.CANCELLED, common_pb2.INTERNAL),
         (Code.UNKNOWN, common_pb2.INTERNAL),
+        (Code.RESOURCE_EXHAUSTED, common_pb2.INTERNAL),  # a message that gRPC finds too large
     ],
 )
 def test_what_strangers_wrote_stays_in_the_log(
@@ -123,3 +125,8 @@ def test_what_strangers_wrote_stays_in_the_log(
     assert "secret" not in str(refused)
     assert "secret" in caplog.text
     assert refused.http_status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def test_a_message_too_large_for_grpc_is_no_reason_to_come_back() -> None:
+    error = KvorumError(Code.RESOURCE_EXHAUSTED, common_pb2.INTERNAL, "Received message larger than max")
+    assert shape(error).code == 500

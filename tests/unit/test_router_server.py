@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import common_pb2
 from protos.channels import open_channel
-from protos.errors import KvorumError
+from protos.errors import KvorumError, to_status
 from router.client import KvorumClient, SyncClient
 from router.config import RouterConfig
 from router.server import RouterServer
@@ -218,6 +218,43 @@ async def test_client_does_not_try_another_router_with_a_bad_request() -> None:
         with pytest.raises(KvorumError) as caught:
             await anext(client.generate([1], top_p=7.0))
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class FakeRefusingRouter:
+    """Has no room: as a router says it, or as gRPC itself does of a message that is too large."""
+
+    def __init__(self, *, of_ours: bool) -> None:
+        self._of_ours, self.asked = of_ours, 0
+        self.server = grpc.aio.server()
+        methods: dict[str, Any] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self._refuse),
+            "ListModels": grpc.unary_unary_rpc_method_handler(self._refuse),
+        }
+        handler = grpc.method_handlers_generic_handler("kvorum.v1.Inference", methods)
+        self.server.add_generic_rpc_handlers((handler,))
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    async def _refuse(self, _request: bytes, context: Any) -> None:
+        self.asked += 1
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        if self._of_ours:
+            await context.abort_with_status(to_status(KvorumError(code, common_pb2.OVERLOADED, "full")))
+        await context.abort(code, "Received message larger than max")
+
+
+@pytest.mark.parametrize("of_ours", [False, True])
+async def test_client_tries_another_router_for_its_load_but_not_for_what_grpc_refuses(of_ours: bool) -> None:
+    routers = [FakeRefusingRouter(of_ours=of_ours) for _ in range(2)]
+    for router in routers:
+        await router.server.start()
+    async with KvorumClient(*(router.address for router in routers)) as client:
+        with pytest.raises(KvorumError):
+            await anext(client.generate([1]))
+        with pytest.raises(KvorumError):
+            await client.list_models()
+    for router in routers:
+        await router.server.stop(None)
+    assert [router.asked for router in routers] == ([2, 2] if of_ours else [2, 0])
 
 
 async def test_client_refuses_what_it_cannot_send() -> None:

@@ -98,6 +98,18 @@ def test_a_traceparent_in_bytes_is_understood() -> None:
     assert spans.inject(spans.extract([("traceparent", PARENT.encode())])) == [("traceparent", PARENT)]
 
 
+@pytest.mark.parametrize("states", [["a=" + "x" * 511], ["a=" + "x" * 255, "b=" + "x" * 255]])
+def test_a_tracestate_beyond_the_limit_is_not_passed_on(states: list[str]) -> None:
+    context = spans.extract([("traceparent", PARENT), *(("tracestate", state) for state in states)])
+    assert spans.inject(context) == [("traceparent", PARENT)]
+
+
+def test_a_tracestate_at_the_limit_is_passed_on() -> None:
+    states = ["a=" + "x" * 254, "b=" + "x" * 253]
+    context = spans.extract([("traceparent", PARENT), *(("tracestate", state) for state in states)])
+    assert dict(spans.inject(context))["tracestate"] == ",".join(states)
+
+
 @pytest.mark.parametrize(
     "entries", ["=;,==,\x01", "a" * 5000 + "=1", ",".join(f"k{n}=v" for n in range(5000))]
 )

@@ -186,12 +186,14 @@ def test_sound_constraint_is_accepted(constraint: common_pb2.StructuredOutput) -
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"a": NaN}', '{"a":' * 70 + "1" + "}" * 70, f'{{"a": "{"x" * 65_536}"}}']
 )
-def test_engine_json_is_a_json_object_of_bounded_size(text: str) -> None:
-    assert refused(engine_json=text).violations[0].field == "sampling.engine_json"
+@pytest.mark.parametrize("name", ["engine_json", "reasoning_parser_kwargs_json"])
+def test_json_for_the_replica_is_an_object_of_bounded_size(name: str, text: str) -> None:
+    assert refused(**{name: text}).violations[0].field == f"sampling.{name}"
 
 
 def test_sound_engine_json_is_left_to_the_replica() -> None:
     check(engine_json='{"whatever": [1, 2.5, null]}')
+    check(reasoning_parser_kwargs_json='{"chat_template_kwargs": {"enable_thinking": false}}')
 
 
 def test_stop_strings_need_text_to_be_found_in() -> None:
