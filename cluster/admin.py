@@ -26,6 +26,7 @@ class Controller(Protocol):
 
     def status(self) -> admin_pb2.ClusterStatus: ...
     def members(self) -> admin_pb2.Members: ...
+    async def model_files(self) -> admin_pb2.ModelFiles: ...
     async def overlap(self) -> admin_pb2.OverlapStatus: ...
     async def wait_change(self, version: int, timeout_s: float) -> None: ...
     async def restart_replica(self, name: str, grace_s: float) -> bool: ...
@@ -59,6 +60,15 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         if request.digest and request.digest != bundle.digest:
             await _refuse(context, f"no tokenizer with digest {request.digest}; there is {bundle.digest}")
         return bundle
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: admin_pb2.GetModelFilesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ModelFiles:
+        try:
+            return await self._controller.model_files()
+        except KvorumError as error:
+            await context.abort_with_status(to_status(error))
+            raise
 
     async def GetOverlap(  # noqa: N802
         self, request: admin_pb2.GetOverlapRequest, context: grpc.aio.ServicerContext[Any, Any]

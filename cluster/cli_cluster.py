@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.config import ClusterConfig
     from cluster.display import Steps
     from cluster.launcher import Launch
+    from cluster.state import ClusterState
 
 TOKEN_VARIABLE = "KVORUM_CLUSTER_TOKEN"  # noqa: S105 - a name
 
@@ -114,14 +117,18 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
     from rich.console import Group
     from rich.live import Live
 
+    from cluster import state as states
     from cluster.adminclient import AdminClient
-    from cluster.display import make_console, status_json, status_view
+    from cluster.display import http_line, make_console, status_json, status_view
+    from cluster.http_probe import ask_readiness
     from cluster.overlap_view import overlap_json, overlap_view
     from cluster.routing_view import ask_routers, routing_view
 
     console = make_console()
     where, token = _controller(name, address)
     target = _routers(name) if address is None else None
+    here = states.find(name) if address is None else None
+    http = here.http_url if here else ""
     with AdminClient(where, token) as admin:
 
         def shown() -> Any:
@@ -130,9 +137,10 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
                 return overlap_json(asked) if as_json else overlap_view(asked)
             found = _ask(admin.status, where)
             routing = ask_routers(found, token, target)
+            faces = [(http, ask_readiness(http, token))] if http else []
             if as_json:
-                return status_json(found, routing)
-            return Group(status_view(found), routing_view(routing))
+                return status_json(found, routing, *faces)
+            return Group(status_view(found), routing_view(routing), *(http_line(*face) for face in faces))
 
         def show(what: Any) -> None:
             click.echo(what) if as_json else console.print(what)
@@ -170,15 +178,16 @@ def foreground(
     with Interrupts() as interrupts:
         running = launch(config, steps, interrupts)
         state = running.state
+        addresses = [*state.router_addresses, *([f"{state.http_url}/v1"] if state.http_url else [])]
         steps.say(
-            f"[bold]{state.name} is up[/]: {state.model} at {', '.join(state.router_addresses)} "
+            f"[bold]{state.name} is up[/]: {state.model} at {' and '.join(addresses)} "
             f"[dim]after {time.monotonic() - started:.1f} s[/]"
         )
         try:
             if after_ready is not None:
                 after_ready(running)
             if not once:
-                _say_what_next(state.name, steps)
+                _say_what_next(state, steps)
             if detach:
                 return 0
             if not once:
@@ -194,8 +203,8 @@ def foreground(
     return 0
 
 
-def _say_what_next(name: str, steps: Steps) -> None:
-    named = "" if name == "kvorum" else f" --name {name}"
+def _say_what_next(state: ClusterState, steps: Steps) -> None:
+    named = "" if state.name == "kvorum" else f" --name {state.name}"
     for command, what in (
         (f"chat{named}", "talk to it"),
         (f"status{named}", "replicas, cache and load"),
@@ -203,6 +212,20 @@ def _say_what_next(name: str, steps: Steps) -> None:
         (f"down{named}", "stop it"),
     ):
         steps.say(f"  kvorum {command:<20} {what}")
+    if state.http_url:
+        for line in curl_example(state):
+            steps.say(line)
+
+
+def curl_example(state: ClusterState) -> list[str]:
+    """A chat over HTTP, to be pasted into a shell."""
+    body = {"model": state.model, "messages": [{"role": "user", "content": "Hello"}]}
+    trust = " -k" if state.http_url.startswith("https:") else ""
+    key = ' -H "Authorization: Bearer $KVORUM_API_KEY"' if state.api_keys_file else ""
+    return [
+        f"  curl{trust} {state.http_url}/v1/chat/completions{key} \\",
+        f"    -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
+    ]
 
 
 def with_model(nested: dict[str, Any], model: str | None) -> dict[str, Any]:

@@ -49,10 +49,11 @@ def check(model: str | None, config_file: Path | None, **flags: Any) -> None:
       kvorum config check -c cluster.yaml
     """
     from cluster.config import load
-    from cluster.preflight import check_files
+    from cluster.preflight import check_files, check_http
 
     loaded = load(config_file, with_model(overrides(flags), model))
     check_files(loaded)
+    check_http(loaded)
     click.echo(
         f"{config_file or 'the configuration'} is valid: {loaded.engine.model} as cluster {loaded.name!r}"
     )

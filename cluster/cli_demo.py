@@ -23,7 +23,8 @@ from cluster.flags import GroupedCommand, config_flags, overrides
 def demo(model: str | None, once: bool, config_file: Path | None, **flags: Any) -> int:
     """Bring a cluster up, stream prompts from two clients, show what the prefix cache saves.
 
-    It is called demo, takes a free port unless given one, and stays up until Ctrl-C.
+    It is called demo, takes a free port unless given one, serves no HTTP without --http, and stays up until
+    Ctrl-C.
 
     \b
     Examples:
@@ -39,6 +40,7 @@ def demo(model: str | None, once: bool, config_file: Path | None, **flags: Any) 
     nested = with_model(overrides(flags), model)
     nested.setdefault("name", "demo")
     nested.setdefault("router", {}).setdefault("port", 0)
+    nested.setdefault("http", {}).setdefault("enabled", False)  # nothing here asks it
     failed: list[str] = []
 
     def show(launch: Launch) -> None:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from rapidfuzz import fuzz, process
 
 from cluster.failures import ConfigError
+from cluster.http_config import HttpConfig
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
 from workers.config import EngineConfig
@@ -43,6 +44,7 @@ class ClusterConfig(BaseModel):
     admin_port: int = Field(0, ge=0, le=65535, description="port of the admin API; 0 picks a free one")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what every replica runs")
     router: RouterConfig = Field(default_factory=RouterConfig, description="the public gRPC face")
+    http: HttpConfig = Field(default_factory=HttpConfig, description="the OpenAI-compatible face")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="traces")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -15,9 +16,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.admin import AdminServicer, serve_admin
+from cluster.checkpoint_files import read_small_files
 from cluster.config import ClusterConfig
 from cluster.placement import Topology, fit
 from cluster.router_actor import RouterSupervisor
+from cluster.state import CONTROLLER_NAME
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
 from cluster.watch import LoadWatch
 from protos import admin_pb2, common_pb2
@@ -28,7 +31,6 @@ from workers.pinning import pin_process
 
 log = logging.getLogger(__name__)
 
-CONTROLLER_NAME = "controller"
 _SHARDS_REFRESH_S = 2.0
 _CREATE_TIMEOUT_S = 60.0
 _LAST_WORDS_S = 2.0
@@ -42,6 +44,8 @@ class ControllerSpec:
     model_name: str
     bundle: Path
     """The TokenizerBundle file, read here and handed to routers."""
+    checkpoint: Path
+    """The checkpoint's folder; its small files are handed to HTTP ingresses."""
     device: str
     topology: Topology
     front_cores: tuple[int, ...]
@@ -58,6 +62,8 @@ class ControllerHandle:
 
     admin_address: str
     router_address: str
+    front_cores: tuple[int, ...]
+    """Cores that no shard computes on; none where there are no such cores."""
 
 
 class ControllerActor:
@@ -84,7 +90,9 @@ class ControllerActor:
         await asyncio.shield(self._started)
         spec = self._spec
         return ControllerHandle(
-            f"{spec.config.admin_host}:{spec.admin_port}", f"{spec.config.router.host}:{spec.router_port}"
+            f"{spec.config.admin_host}:{spec.admin_port}",
+            f"{spec.config.router.host}:{spec.router_port}",
+            spec.front_cores,
         )
 
     async def _start(self) -> None:
@@ -200,6 +208,23 @@ class ControllerActor:
             replicas=await asyncio.gather(*(s.overlap() for s in self._supervisors)),
         )
 
+    async def model_files(self) -> admin_pb2.ModelFiles:
+        """What an HTTP ingress needs to render and parse as the engines do.
+
+        Raises:
+            KvorumError: the checkpoint cannot be read, or one message cannot carry its files.
+        """
+        spec, engine = self._spec, self._spec.config.engine
+        return admin_pb2.ModelFiles(
+            model=spec.model_name,
+            files=await asyncio.to_thread(read_small_files, spec.checkpoint),
+            max_model_len=self._model().max_model_len or engine.max_model_len or 0,
+            dtype=engine.dtype,
+            engine_args_json={
+                name: json.dumps(value, default=str) for name, value in engine.engine_args.items()
+            },
+        )
+
     async def restart_replica(self, name: str, grace_s: float) -> bool:
         """Drain and replace one replica; False when there is none of that name."""
         for supervisor in self._supervisors:
@@ -259,6 +284,7 @@ def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str)
         config=config,
         model_name=config.engine.served_name or prepared.name,
         bundle=prepared.bundle,
+        checkpoint=prepared.path,
         device=device,
         topology=topology,
         front_cores=topology.front_cores(cores),

@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from cluster.http_probe import Readiness
 from protos import admin_pb2
 
 _COLOURS = {"ready": "green", "failed": "red", "draining": "yellow", "stopped": "dim"}
@@ -199,16 +200,29 @@ def status_view(status: admin_pb2.ClusterStatus) -> Group:
     return Group(heading, table, *_overlap_lines(status), *routers, *errors)
 
 
+def http_line(address: str, face: Readiness) -> Text:
+    """`http: http://127.0.0.1:8000  ready`, or what it is doing instead."""
+    what = Text("ready", "green") if face.ready else Text(face.phase or "does not answer", "red")
+    return Text.assemble("http: ", address, "  ", what)
+
+
 def status_json(
-    status: admin_pb2.ClusterStatus, routing: Mapping[str, admin_pb2.RouterState | str] | None = None
+    status: admin_pb2.ClusterStatus,
+    routing: Mapping[str, admin_pb2.RouterState | str] | None = None,
+    http: tuple[str, Readiness] | None = None,
 ) -> str:
-    """Every field of the status, by its proto name; numbers as numbers. `routing` comes by router."""
+    """Every field of the status, by its proto name; numbers as numbers.
+
+    `routing` comes by router; `http` is the address of the HTTP face and how it is.
+    """
     plain = to_plain(status)
     if routing is not None:
         plain["routing"] = {
             name: {"error": state} if isinstance(state, str) else to_plain(state)
             for name, state in routing.items()
         }
+    if http is not None:
+        plain["http"] = {"address": http[0], "ready": http[1].ready, "phase": http[1].phase}
     return json.dumps(plain, indent=2)
 
 

@@ -24,11 +24,26 @@ from cluster.config import ClusterConfig, bare_type, leaves, section
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_PREFIXED = {"host", "port", "enabled", "store"}
+_PREFIXED = {
+    "host",
+    "port",
+    "enabled",
+    "store",
+    "via",
+    "max_replicas",
+    "max_ongoing_requests",
+    "request_timeout_s",
+    "arguments",
+}
 """Names that say nothing without their section, even where they happen to be unique."""
 
-_SHORT: dict[tuple[str, ...], str] = {("router", "port"): "port"}
-"""The one address everybody asks for."""
+_SHORT: dict[tuple[str, ...], str] = {
+    ("router", "port"): "port",
+    ("router", "tls_cert"): "tls_cert",
+    ("router", "tls_key"): "tls_key",
+    ("http", "enabled"): "http",
+}
+"""What everybody asks for."""
 
 _SEPARATOR = "__"
 

@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster import rayhost, teardown
+from cluster import rayhost, serving, teardown
 from cluster import state as states
 from cluster.adminclient import AdminClient
 from cluster.config import ClusterConfig
 from cluster.display import ReplicaProgress, Steps, state_name
 from cluster.failures import BadInput, RunFailed
+from cluster.http_probe import ask_readiness
 from cluster.interrupts import Interrupts
 from cluster.placement import PlacementError
-from cluster.preflight import check_files, check_fits_here, check_ports, own_cores
+from cluster.preflight import check_files, check_fits_here, check_http, check_ports, own_cores
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
 from protos import admin_pb2
 from protos.errors import KvorumError
 
 if TYPE_CHECKING:
+    from cluster.controller import ControllerHandle
     from workers.checkpoint import PreparedModel
 
 _EXCEPTION_NAME = re.compile(r"^[\w.]+(Error|Exception|Timeout)(\([\w.]+\))?: ")
@@ -65,6 +67,7 @@ class Launch:
         """
         known: dict[str, tuple[str, int]] = {}
         silent = False
+        face = _FaceWatch(self.state, self.steps) if self.state.http_url else None
         while True:
             current = states.read(self.state.name)
             if current is None or current.id != self.state.id or current.phase == "stopping":
@@ -83,6 +86,8 @@ class Launch:
                 if not silent:
                     self.steps.say(f"the controller does not answer ({error.code.name}): waiting for it")
                 silent = True
+            if face is not None:
+                face.look()
             time.sleep(_WATCH_S)
 
     def stop(self, grace_s: float | None = None) -> None:
@@ -114,6 +119,20 @@ class Launch:
             known[replica.replica] = now
 
 
+class _FaceWatch:
+    """Tells when an HTTP face that was ready no longer is, and when it is again."""
+
+    def __init__(self, state: ClusterState, steps: Steps) -> None:
+        self._state, self._steps, self._well = state, steps, True
+
+    def look(self) -> None:
+        now = ask_readiness(self._state.http_url, self._state.token)
+        if now.ready != self._well:
+            how = "ready again" if now.ready else now.phase or "does not answer"
+            self._steps.say(f"{time.strftime('%H:%M:%S')} HTTP face {how}")
+        self._well = now.ready
+
+
 def launch(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Launch:
     """Bring the cluster up and return when every replica is ready and the router listens.
 
@@ -126,6 +145,7 @@ def launch(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Launc
     with states.locked(config.name):
         _refuse_second(config.name, steps)
         check_files(config)
+        check_http(config)
         check_ports(config)
         check_fits_here(config)
         prepared = _prepare(config, steps)
@@ -229,18 +249,72 @@ def _bring_up(
         interrupts.install()  # Ray took SIGTERM
         with steps.step("starting the controller", "controller is up"):
             handle = _start_controller(config, prepared, state)
+        state = _noted(
+            state, model=config.engine.served_name or prepared.name, admin_address=handle.admin_address
+        )
+        if config.http.enabled:  # beside the engines, which take longer
+            with steps.step("starting the HTTP face", "HTTP face is starting"):
+                state = _start_http(config, state, handle)
     finally:
         _disconnect()
-    state = _noted(
-        state, model=config.engine.served_name or prepared.name, admin_address=handle.admin_address
-    )
-    status = _wait_ready(config, state, steps)
-    state = _noted(
-        state, phase="running", router_addresses=tuple(r.address for r in status.routers if r.alive)
-    )
+        interrupts.install()  # Ray gave SIGTERM back to the system
+    face = serving.Waiting(state.http_url, state.token) if state.http_url else None
+    status = _wait_ready(config, state, steps, face)
+    state = _noted(state, router_addresses=tuple(r.address for r in status.routers if r.alive))
     if config.router.tls_cert is None:  # with TLS its certificate may well not be for this name
         _wait_serving(state.router_addresses[0])
+    if face is not None:
+        with steps.step("waiting for the HTTP face", f"HTTP face at {state.http_url}"):
+            _wait_http(config, state, face, interrupts)
+    return _noted(state, phase="running")
+
+
+def _start_http(config: ClusterConfig, state: ClusterState, handle: ControllerHandle) -> ClusterState:
+    """Deploy the face in the connected Ray; returns before it answers."""
+    from ray.exceptions import RayError  # noqa: PLC0415
+
+    from cluster.controller import free_port  # noqa: PLC0415
+
+    settings = serving.settings_of(
+        config,
+        token=state.token,
+        admin_address=handle.admin_address,
+        router_address=handle.router_address,
+        front_cores=handle.front_cores,
+        scratch=state.work_dir,
+    )
+    serving.refuse_foreign()
+    port = config.http.port or free_port(config.http.host)
+    state = _noted(state, http_url=serving.address_of(config.http, port), owns_serve=True)
+    try:
+        serving.start(config, settings, port)
+    except (RayError, RuntimeError, TimeoutError) as error:
+        raise RunFailed(f"cannot start Ray Serve: {_last_line(error)}; --no-http goes without it") from None
     return state
+
+
+def _wait_http(
+    config: ClusterConfig, state: ClusterState, face: serving.Waiting, interrupts: Interrupts
+) -> None:
+    """Until the face is ready, which it usually is.
+
+    Raises:
+        RunFailed: it gave up, or is not ready in time; with what it or Ray Serve says.
+    """
+    if face.until_ready(config.engine.start_timeout_s):
+        return
+    said = face.phase
+    if face.silent:
+        _connect(config, state)
+        try:
+            said = serving.complaint()
+        finally:
+            _disconnect()
+            interrupts.install()
+    raise RunFailed(
+        f"the HTTP face at {state.http_url} is not ready ({said or 'it does not answer'}): "
+        "--no-http goes without it"
+    )
 
 
 def _noted(state: ClusterState, **changes: Any) -> ClusterState:
@@ -259,6 +333,14 @@ def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> None:
         check(config.engine, prepared)
     except EngineArgsError as error:
         raise BadInput(f"the engine refuses its arguments: {error}") from None
+    if config.http.enabled and config.http.arguments:
+        from cluster.openai.failures import IngressError  # noqa: PLC0415
+        from cluster.openai.front_args import parse  # noqa: PLC0415 - imports vLLM's server
+
+        try:
+            parse(config.http.arguments)
+        except IngressError as error:
+            raise BadInput(f"http.arguments: {error}") from None
 
 
 def _connect(config: ClusterConfig, state: ClusterState) -> str:
@@ -297,7 +379,9 @@ def _reach(address: str, timeout_s: float) -> None:
     socket.create_connection((host, int(port)), timeout=timeout_s).close()
 
 
-def _start_controller(config: ClusterConfig, prepared: PreparedModel, state: ClusterState) -> Any:
+def _start_controller(
+    config: ClusterConfig, prepared: PreparedModel, state: ClusterState
+) -> ControllerHandle:
     from ray.exceptions import RayError  # noqa: PLC0415
 
     from cluster.controller import start_controller  # noqa: PLC0415 - imports ray and the engine
@@ -316,7 +400,9 @@ def _disconnect() -> None:
     ray.shutdown()
 
 
-def _wait_ready(config: ClusterConfig, state: ClusterState, steps: Steps) -> admin_pb2.ClusterStatus:
+def _wait_ready(
+    config: ClusterConfig, state: ClusterState, steps: Steps, face: serving.Waiting | None
+) -> admin_pb2.ClusterStatus:
     deadline = time.monotonic() + config.engine.start_timeout_s
     heard = time.monotonic()
     with AdminClient(state.admin_address, state.token) as admin, ReplicaProgress(steps.console) as progress:
@@ -330,6 +416,8 @@ def _wait_ready(config: ClusterConfig, state: ClusterState, steps: Steps) -> adm
                 continue
             heard = time.monotonic()
             progress.show(status)
+            if face is not None:
+                face.look()  # one that gave up ends the launch now
             for replica in status.replicas:
                 if replica.restarts >= _GIVE_UP_AFTER:
                     raise RunFailed(

@@ -16,10 +16,14 @@ from cluster.placement import PlacementError, fit
 
 def check_ports(config: ClusterConfig) -> None:
     """Raises BadInput for a port that is taken or not ours to take, before anything is started."""
-    for host, port, flag in (
+    listening = [
         (config.router.host, config.router.port, "--port"),
         (config.admin_host, config.admin_port, "--admin-port"),
-    ):
+    ]
+    if config.http.enabled:
+        listening.append((config.http.host, config.http.port, "--http-port"))
+    _refuse_doubled(listening)
+    for host, port, flag in listening:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
@@ -31,11 +35,19 @@ def check_ports(config: ClusterConfig) -> None:
                 if error.errno == errno.EADDRINUSE:
                     raise BadInput(
                         f"port {port} on {host} is in use{_holder(port)}: "
-                        f"choose another with {flag} N (0 picks a free one)"
+                        f"choose another with {flag} N (0 picks a free one){_or_without(flag)}"
                     ) from None
                 raise BadInput(
                     f"cannot listen on {host}:{port}: {error.strerror}; change it with {flag}"
                 ) from None
+
+
+def check_http(config: ClusterConfig) -> None:
+    """Raises BadInput for an HTTP face that could never reach its router."""
+    if config.http.enabled and config.router.tls_client_ca is not None:
+        raise BadInput(
+            "router.tls_client_ca: the HTTP face has no client certificate to show its router: use --no-http"
+        )
 
 
 def check_files(config: ClusterConfig) -> None:
@@ -47,6 +59,12 @@ def check_files(config: ClusterConfig) -> None:
         if getattr(router, name) is not None
     }
     problems = [f"router.{name}: no such file: {path}" for name, path in files.items() if not path.is_file()]
+    if config.http.enabled:
+        problems += [
+            f"http.{name}: no such file: {path}"
+            for name, path in (("tls_cert", config.http.tls_cert), ("tls_key", config.http.tls_key))
+            if path is not None and not path.is_file()
+        ]
     problems += [
         f"engine.lora_modules.{name}: no such folder: {path}"
         for name, path in config.engine.lora_modules.items()
@@ -71,6 +89,17 @@ def check_fits_here(config: ClusterConfig) -> None:
 def own_cores() -> int:
     """Cores this process may use, which is what a container was given."""
     return len(os.sched_getaffinity(0))
+
+
+def _refuse_doubled(listening: list[tuple[str, int, str]]) -> None:
+    taken: dict[tuple[str, int], str] = {}
+    for host, port, flag in listening:
+        if port and (other := taken.setdefault((host, port), flag)) != flag:
+            raise BadInput(f"{other} and {flag} are both {port}: give them different ports")
+
+
+def _or_without(flag: str) -> str:
+    return ", or go without HTTP: --no-http" if flag == "--http-port" else ""
 
 
 def _holder(port: int) -> str:

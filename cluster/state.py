@@ -18,6 +18,8 @@ from cluster.processes import ProcessMark
 from telemetry.config import TelemetryConfig
 
 STATE_DIR_VARIABLE = "KVORUM_STATE_DIR"
+CONTROLLER_NAME = "controller"
+"""Of the actor, in the cluster's Ray namespace."""
 
 
 class ClusterState(BaseModel):
@@ -33,6 +35,10 @@ class ClusterState(BaseModel):
     model: str = ""
     admin_address: str = ""
     router_addresses: tuple[str, ...] = ()
+    http_url: str = ""
+    """URL of the HTTP face, without a path; empty without one."""
+    owns_serve: bool = False
+    """Ray Serve was started for this cluster and ends with it."""
     ray_address: str = ""
     owns_ray: bool = True
     ray_head: ProcessMark | None = None

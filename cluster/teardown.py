@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import psutil
 
+from cluster import serving
 from cluster import state as states
 from cluster.adminclient import AdminClient
-from cluster.processes import describe, kill_all
+from cluster.processes import describe, kill_all, leftovers
 from cluster.rayhost import stop_head
-from cluster.state import ClusterState
+from cluster.state import CONTROLLER_NAME, ClusterState
 from protos import admin_pb2
 from protos.errors import KvorumError
 
@@ -25,6 +27,10 @@ _ANSWER_S = 3.0
 _OVER_GRACE_S = 15.0
 """On top of the grace, for the actors to end after their last request."""
 _LOG_BYTES = 64 * 2**20
+_SERVE_PROCESSES = ("ray::Serve", "ray::Proxy")
+_LAST_WORDS_S = 0.3
+_ROUNDS = 2
+"""The second finds what the controller started while it was being ended itself."""
 
 Say = Callable[[str], None]
 
@@ -41,9 +47,11 @@ def tear_down(
     states.write(state.model_copy(update={"phase": "stopping"}))
     ended = bool(state.admin_address) and not hurry.is_set() and _drain(state, grace_s, say, hurry)
     if state.ray_head is not None:
+        if state.owns_serve:
+            _end_serve(state)
         stop_head(state.ray_head, 0.5 if hurry.is_set() else 5.0)
-    elif state.ray_address and not ended:
-        _end_actors(state, say)
+    elif state.ray_address and (state.owns_serve or not ended):
+        _end_in_foreign_ray(state, say, actors=not ended)
     survivors = kill_all(state.id, state.marks, grace_s=0.0 if hurry.is_set() else 3.0)
     if survivors:
         return [describe(process) for process in survivors]
@@ -60,6 +68,7 @@ def keep_logs(state: ClusterState) -> Path | None:
     sources = [
         state.work_dir / "ray-head.log",
         *(state.work_dir / "ray" / "session_latest" / "logs").glob("*.*"),
+        *(state.work_dir / "ray" / "session_latest" / "logs" / "serve").glob("*.log"),
     ]
     room = _LOG_BYTES
     for source in sources:
@@ -117,8 +126,23 @@ def _running(admin: AdminClient) -> int | None:
     return sum(load.running + load.waiting for load in busy)
 
 
-def _end_actors(state: ClusterState, say: Say) -> None:
-    """Remove the named actors and placement groups of this cluster from a Ray that is not ours."""
+def _end_serve(state: ClusterState) -> None:
+    """End Serve's processes in a private Ray; its head would wait for them until it is killed itself."""
+    serve = []
+    for process in leftovers(state.id, state.marks):
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith(_SERVE_PROCESSES):
+                process.terminate()
+                serve.append(process)
+    # Streams have ended by now; what they said last is on its way.
+    _gone, living = psutil.wait_procs(serve, timeout=_LAST_WORDS_S)
+    for process in living:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _end_in_foreign_ray(state: ClusterState, say: Say, *, actors: bool) -> None:
+    """In a Ray that is not ours, end the Serve that is, and with `actors` all else of this cluster."""
     host, _, port = state.ray_address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
@@ -127,7 +151,6 @@ def _end_actors(state: ClusterState, say: Say) -> None:
         return
     import ray  # noqa: PLC0415 - seconds; rarely needed
     from ray.exceptions import RayError  # noqa: PLC0415
-    from ray.util.placement_group import get_placement_group, remove_placement_group  # noqa: PLC0415
 
     try:
         ray.init(
@@ -140,12 +163,26 @@ def _end_actors(state: ClusterState, say: Say) -> None:
         )
         return
     try:
-        for name in ray.util.list_named_actors():
-            with contextlib.suppress(ValueError, RayError):
-                ray.kill(ray.get_actor(name, state.namespace), no_restart=True)
-        for group in ray.util.placement_group_table().values():
-            if group["name"].startswith(f"{state.namespace}-") and group["state"] != "REMOVED":
-                with contextlib.suppress(ValueError, RayError):
-                    remove_placement_group(get_placement_group(group["name"]))
+        if state.owns_serve:
+            serving.stop()
+        if actors:
+            _end_actors(state.namespace)
     finally:
         ray.shutdown()
+
+
+def _end_actors(namespace: str) -> None:
+    """Remove the named actors and placement groups of the cluster in that namespace."""
+    import ray  # noqa: PLC0415
+    from ray.exceptions import RayError  # noqa: PLC0415
+    from ray.util.placement_group import get_placement_group, remove_placement_group  # noqa: PLC0415
+
+    for _ in range(_ROUNDS):
+        # The controller first: it would start new ones in place of those that go.
+        for name in sorted(ray.util.list_named_actors(), key=lambda name: name != CONTROLLER_NAME):
+            with contextlib.suppress(ValueError, RayError):
+                ray.kill(ray.get_actor(name, namespace), no_restart=True)
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(f"{namespace}-") and group["state"] != "REMOVED":
+            with contextlib.suppress(ValueError, RayError):
+                remove_placement_group(get_placement_group(group["name"]))

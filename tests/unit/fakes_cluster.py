@@ -319,6 +319,12 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in this fake")
         return admin_pb2.ClusterStatus()
 
+    async def GetModelFiles(  # noqa: N802
+        self, request: admin_pb2.GetModelFilesRequest, context: Any
+    ) -> admin_pb2.ModelFiles:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in this fake")
+        return admin_pb2.ModelFiles()
+
     async def GetOverlap(  # noqa: N802
         self, request: admin_pb2.GetOverlapRequest, context: Any
     ) -> admin_pb2.OverlapStatus:

@@ -29,6 +29,10 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         self._script, self._token = script, token
         self.asked = 0
         self.overlap = admin_pb2.OverlapStatus()
+        self.files = admin_pb2.ModelFiles()
+        self.files_asked = 0
+        self.files_refused = 0
+        """So many calls for the files are answered with UNAVAILABLE."""
         self.grace_s: float | None = None
         self.may_end = threading.Event()
         self.may_end.set()
@@ -37,6 +41,13 @@ class FakeController(admin_pb2_grpc.AdminServicer):
         self._check(context)
         self.asked += 1
         return self._script(self.asked - 1)
+
+    def GetModelFiles(self, request: admin_pb2.GetModelFilesRequest, context: Any) -> admin_pb2.ModelFiles:  # noqa: N802
+        self._check(context)
+        self.files_asked += 1
+        if self.files_asked <= self.files_refused:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "still starting")
+        return self.files
 
     def GetOverlap(self, request: admin_pb2.GetOverlapRequest, context: Any) -> admin_pb2.OverlapStatus:  # noqa: N802
         self._check(context)
