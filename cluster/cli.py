@@ -31,6 +31,7 @@ COMMANDS = {
     "model": ("cluster.cli_model", "Prepare models and list them"),
     "router": ("cluster.cli_router", "Run one more router"),
     "config": ("cluster.cli_config", "Show or check a configuration"),
+    "bench": ("cluster.cli_bench", "Measure a running cluster"),
     "demo": ("cluster.cli_demo", "Bring a cluster up and show what it does"),
 }
 
