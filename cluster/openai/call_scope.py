@@ -37,6 +37,7 @@ class CallScope:
         failure: why the engine's side refused or broke it.
         retry_after_s: when it makes sense to try again, seconds.
         running: streams from routers.
+        understood: vLLM has made a request for an engine of it; what fails before is the request's fault.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class CallScope:
     trace_id: str = ""
     failure: HttpFailure | None = None
     running: set[Cancellable] = field(default_factory=set)
+    understood: bool = False
 
     def cancel(self) -> None:
         """End what still runs for a client that left.

@@ -110,6 +110,7 @@ class Edge:
         headers = first_values(scope["headers"], _HEADERS)
         request_id = _request_id(headers.get(b"x-request-id", ""))
         call = CallScope(request_id, headers.get(b"x-tenant-id", ""), headers.get(b"x-session-id", ""))
+        call.understood = scope["method"] != "POST"  # the others have nothing to misunderstand
         span = self._open_span(path, scope, call)
         exchange = Exchange(call, Api.of(path), receive, send)
         route = "other"

@@ -126,7 +126,7 @@ class RouterEngineClient(EngineClient):
         Raises:
             VLLMValidationError, VLLMNotFoundError, Refused: see `refusals.to_exception`.
         """
-        scope = call_scope.current()
+        scope = _understood()
         try:
             token_ids, text, cache_salt = _tokens(prompt)
             if data_parallel_rank not in (None, 0):
@@ -336,6 +336,14 @@ def _aborted(assembler: OutputAssembler) -> common_pb2.GenerateResponse:
     for index in assembler.unfinished():
         message.choices.add(index=index, finish_reason=common_pb2.ABORT)
     return message
+
+
+def _understood() -> CallScope | None:
+    """The HTTP request, which has turned out to be one for an engine."""
+    scope = call_scope.current()
+    if scope is not None:
+        scope.understood = True
+    return scope
 
 
 def _note(scope: CallScope | None, error: Exception) -> None:

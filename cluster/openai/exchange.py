@@ -3,6 +3,9 @@
 vLLM begins a stream with status 200 before it knows whether an engine will take the request. The response's
 start is therefore held back until its first content: an error that comes first gets its true status. A
 stream that breaks later ends with the error and without `[DONE]`.
+
+vLLM takes some bodies of a wrong shape for a failure of its own (500). What fails before the body has become
+a request for an engine is refused with 400 here.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ PART_TIMEOUT_S = 60.0
 
 TOO_SLOW = HttpFailure(408, f"no further part of the request's body came within {PART_TIMEOUT_S:.0f} s")
 
+_FAILED = 500
 _RETRYABLE = (429, 503)
 _RETRY_S = 1.0
 
@@ -129,11 +133,14 @@ class Exchange:
         events = any(n == b"content-type" and v.startswith(sse.MEDIA_TYPE) for n, v in start["headers"])
         if events:
             if body.startswith(sse.ERROR_STARTS):
-                await self.refuse(self._call.failure or sse.read_error(body))
+                await self.refuse(self._call.failure or self._rightly_blamed(sse.read_error(body)))
                 return
             if body.startswith(sse.PREAMBLE_STARTS):
                 self._held.append(message)
                 return
+        elif start["status"] == _FAILED and not self._call.understood:
+            await self.refuse(self._rightly_blamed(sse.read_error(b"data: " + body)))
+            return
         held = self._held
         self._start, self._held = None, []
         self.status = start["status"]
@@ -147,6 +154,13 @@ class Exchange:
             await self._send(earlier)
         self._last = body
         await self._send(message)
+
+    def _rightly_blamed(self, failure: HttpFailure) -> HttpFailure:
+        if failure.status != _FAILED or self._call.understood:
+            return failure
+        return HttpFailure(
+            400, f"the request cannot be read, something in it is misshapen: {failure.message}"
+        )
 
     async def _break_as_told(self, event: bytes) -> None:
         # vLLM's Anthropic converter chokes on the error that it gets; ours is the one behind it.
