@@ -16,7 +16,12 @@ from tests.bench.report import ROOT
 
 @contextmanager
 def running(name: str, *flags: str) -> Iterator[ClusterState]:
-    """`kvorum up --detach` with these flags; `kvorum down` at the end, whatever happens."""
+    """`kvorum up --detach` with these flags; `kvorum down` at the end, whatever happens.
+
+    Without a flag about HTTP there is no HTTP face: it would cost those who measure something else.
+    """
+    if not any(flag.startswith("--http") for flag in flags):
+        flags = (*flags, "--no-http")
     with tempfile.TemporaryDirectory() as folder:
         environ = dict(os.environ) | {"KVORUM_STATE_DIR": folder, "HF_HUB_OFFLINE": "1"}
         kvorum = [sys.executable, "-m", "cluster.cli"]

@@ -118,7 +118,8 @@ def on_hosts(rates: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[s
     with Lab(2, rates[0]) as lab:
         nodes, head = start_ray(lab), lab.hosts[0]
         kvorum = [sys.executable, "-m", "cluster.cli"]
-        joining = ["--ray-address", nodes.address, "--placement", "spread", "--port", "0", "--detach"]
+        joining = ["--ray-address", nodes.address, "--placement", "spread", "--port", "0"]
+        joining += ["--no-http", "--detach"]
         step = ["--max-num-batched-tokens", "4096"]
         try:
             head.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,6 +19,10 @@ from cluster import processes
 from cluster.state import ClusterState
 from protos import common_pb2
 from router.client import KvorumClient
+from telemetry.record import StoredSpan
+from telemetry.store import SpanStore
+from tests.e2e.http_cases import FRONT_FLAGS
+from tests.e2e.router_state import router_state
 
 UP_TIMEOUT_S = 280
 KVORUM = [sys.executable, "-m", "cluster.cli"]
@@ -66,6 +71,27 @@ class RunningCluster:
     def client(self) -> KvorumClient:
         """A gRPC client of its router."""
         return KvorumClient(*self.state.router_addresses)
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of its HTTP face, without /v1."""
+        assert self.state.http_url, "it has no HTTP face"
+        return self.state.http_url
+
+    def leases(self) -> int:
+        """Requests that any of its routers holds a lease for."""
+        return sum(router_state(address, self.state.token).leases for address in self.state.router_addresses)
+
+    async def trace(self, trace_id: str, names: set[str]) -> dict[str, StoredSpan]:
+        """The spans of a trace by name, once all of these are in the store."""
+        assert self.state.span_store is not None
+        store = SpanStore(self.state.span_store)
+        for _ in range(60):
+            found = {span.name: span for span in store.trace(trace_id)}
+            if names <= found.keys():
+                return found
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"trace {trace_id} has only {sorted(found)}")
 
     def wait(
         self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 150
@@ -118,21 +144,44 @@ def slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSlot]:
 @pytest.fixture
 def pair(slot: ClusterSlot) -> RunningCluster:
     """Two TP=1 replicas in float32, so that greedy tokens do not depend on what is batched together."""
-    return slot.get("--replicas", "2", "--dtype", "float32", "--max-model-len", "4096")
+    return slot.get("--no-http", "--replicas", "2", "--dtype", "float32", "--max-model-len", "4096")
 
 
 @pytest.fixture
 def split(slot: ClusterSlot) -> RunningCluster:
     """One replica of two tensor-parallel shards, on the padded checkpoint."""
-    return slot.get(
-        "--replicas", "1", "--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "4096"
-    )
+    shape = ["--replicas", "1", "--tensor-parallel-size", "2", "--max-model-len", "4096"]
+    return slot.get("--no-http", "--dtype", "float32", *shape)
+
+
+def web_of(slot: ClusterSlot) -> RunningCluster:
+    """As `pair`, with the HTTP face, and with the flags of vLLM's front end that the HTTP tests need."""
+    front = [f"--http-argument={flag}" for flag in FRONT_FLAGS]
+    flags = ["--replicas", "2", "--dtype", "float32", "--max-model-len", "4096", "--http-port", "0"]
+    return slot.get(*flags, *front)
+
+
+@pytest.fixture
+def web(slot: ClusterSlot) -> RunningCluster:
+    return web_of(slot)
+
+
+@pytest.fixture
+async def client_of_web(web: RunningCluster) -> AsyncIterator[KvorumClient]:
+    async with web.client() as opened:
+        yield opened
 
 
 @pytest.fixture
 async def client(pair: RunningCluster) -> AsyncIterator[KvorumClient]:
     async with pair.client() as opened:
         yield opened
+
+
+def idle(shown: dict[str, Any]) -> bool:
+    """Whether a status says that no engine has a request."""
+    loads = [replica.get("load", {}) for replica in shown["replicas"]]
+    return all(int(load.get("running", 0)) == 0 and int(load.get("waiting", 0)) == 0 for load in loads)
 
 
 @dataclass

@@ -65,7 +65,7 @@ def eventually_nothing_but(before: set[int], lab: Lab, timeout_s: float = 15.0) 
 def up(nodes: RayNodes, *flags: str) -> None:
     """Start a cluster from host 0 on the Ray that runs there, with this model's shards on both hosts."""
     joining = ("--ray-address", nodes.address, "--port", "0", "--detach", "--max-model-len", "2048")
-    kvorum(nodes.lab.hosts[0], "up", *joining, *_TWO_SHARDS, *flags, timeout_s=_UP_TIMEOUT_S)
+    kvorum(nodes.lab.hosts[0], "up", "--no-http", *joining, *_TWO_SHARDS, *flags, timeout_s=_UP_TIMEOUT_S)
 
 
 def test_a_replica_spread_over_two_hosts_answers_and_leaves_nothing(nodes: RayNodes) -> None:

@@ -1,0 +1,123 @@
+"""What the HTTP face costs: `make bench NAME=http`.
+
+The same rounds through our HTTP face (ingress, router, replica, shard actor) and through vLLM's own server,
+in alternation in one run, with one engine a side on the same core and with the same settings. Both sides
+run as they come: with metrics, ours with traces as well; vLLM's log of each request is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from tests.bench.clusters import running
+from tests.bench.http_client import stream_text
+from tests.bench.report import report
+from tests.bench.workload import Result, Round, run
+from tests.e2e.bare_server import bare_server
+from workers.checkpoint import prepare
+
+SETTLE_S = 1.5
+"""vLLM's processes spin for a second after their last step; that must not fall into the other's turn."""
+
+SIDES = ("kvorum", "bare")
+CONCURRENCY = (8, 16)
+MODEL = "smollm2"
+
+Values = dict[str, list[float]]
+
+
+async def through(url: str, plan: Round) -> Result:
+    """One round as an HTTP client."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+            return stream_text(session, url, MODEL, prompt, output_tokens)
+
+        return await run(stream, plan)
+
+
+def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], Values]:
+    """Tokens per second by concurrency and side, and milliseconds to the first token of single requests."""
+    rate: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
+    ttft_ms: Values = {side: [] for side in SIDES}
+    flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
+    model = prepare("smollm2").path
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running("bench-http", "--http-port", "0", *flags) as state,
+        bare_server(model, Path(folder, "bare.log")) as bare,
+    ):
+        urls = {"kvorum": state.http_url, "bare": bare}
+
+        def turn(side: str, plan: Round) -> Result:
+            time.sleep(SETTLE_S)
+            return asyncio.run(through(urls[side], plan))
+
+        for count in CONCURRENCY:
+            for number in range(-2, rounds):  # the first two warm both sides up
+                plan = Round(1000 * count + number, count, count, prompt_tokens=64, output_tokens=32)
+                for side in _order(number):
+                    result = turn(side, plan)
+                    if number >= 0:
+                        rate[count][side].append(result.tokens / result.elapsed_s)
+            print(f"{rounds} rounds of {count} streams done", file=sys.stderr)
+        for number in range(pairs):
+            plan = Round(90_000 + number, requests=3, concurrency=1, prompt_tokens=128, output_tokens=2)
+            for side in _order(number):
+                ttft_ms[side].append(1e3 * statistics.median(turn(side, plan).ttft_s))
+        print(f"{pairs} latency pairs done", file=sys.stderr)
+    return rate, ttft_ms
+
+
+def _order(number: int) -> Sequence[str]:
+    return SIDES if number % 2 else SIDES[::-1]
+
+
+def main(rounds: int, pairs: int) -> None:
+    rate, ttft_ms = compare(rounds, pairs)
+    ratios = {
+        count: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
+        for count, values in rate.items()
+    }
+    added = [ours - theirs for ours, theirs in zip(*(ttft_ms[side] for side in SIDES), strict=True)]
+    by_count = {count: statistics.median(values) for count, values in ratios.items()}
+    figures = {
+        "added_ttft_p50_ms": statistics.median(added),
+        "throughput_ratio": min(by_count.values()),
+        **{f"throughput_ratio_{count}_streams": ratio for count, ratio in by_count.items()},
+        "throughput_ratio_worst_round": min(min(values) for values in ratios.values()),
+        "ttft_p50_ms": statistics.median(ttft_ms["kvorum"]),
+        "bare_ttft_p50_ms": statistics.median(ttft_ms["bare"]),
+    }
+    rows = [
+        [f"tokens/s, {count} streams", *_both(rate[count], ".1f"), f"x {by_count[count]:.3f}"]
+        for count in CONCURRENCY
+    ]
+    rows.append(["TTFT p50 ms, 1 stream", *_both(ttft_ms, ".2f"), f"+ {figures['added_ttft_p50_ms']:.2f} ms"])
+    columns = ["", "Kvorum's HTTP face", "vLLM's server", "paired"]
+    report("http", "What the HTTP face costs", columns, rows, figures)
+
+
+def _both(values: Values, style: str) -> list[str]:
+    return [format(statistics.median(values[side]), style) for side in SIDES]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="throughput rounds of each side and concurrency"
+    )
+    parser.add_argument("--pairs", type=int, default=15, help="latency turns of each side")
+    main(**vars(parser.parse_args()))
