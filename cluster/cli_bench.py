@@ -124,7 +124,7 @@ def _run(options: Sequence[str], key: str | None = None) -> None:
         if ended.code:
             raise RunFailed(f"vLLM's client ended with {ended.code}") from None
         return
-    except (ValueError, OSError, RuntimeError) as error:
+    except (AssertionError, ValueError, OSError, RuntimeError) as error:
         raise RunFailed(f"vLLM's client failed: {error}") from None
     if failed := result.get("failed", 0):
         raise RunFailed(f"{failed} of {failed + result['completed']} requests failed")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes_launch import fake_state
+from helpers_http_app import write_model
 
 from cluster import cli_bench
 from cluster import state as states
@@ -111,7 +112,9 @@ def test_vllms_client_lists_its_options_though_its_own_command_does_not_start(
     assert "--max-concurrency" in capsys.readouterr().out
 
 
-def test_a_benchmark_of_which_nothing_was_answered_is_no_success() -> None:
-    nowhere = ["--base-url", "http://127.0.0.1:9", "--model", "m", "--skip-tokenizer-init", "--disable-tqdm"]
-    with pytest.raises(RunFailed):
-        RUN([*nowhere, "--dataset-name", "random", "--num-prompts", "1"])
+def test_a_benchmark_of_which_nothing_was_answered_is_no_success(tmp_path: Path) -> None:
+    write_model(tmp_path)  # the client makes its prompts with the tokenizer
+    nowhere = ["--base-url", "http://127.0.0.1:9", "--model", "m", "--tokenizer", str(tmp_path)]
+    random = ["--dataset-name", "random", "--random-input-len", "8", "--num-prompts", "1", "--disable-tqdm"]
+    with pytest.raises(RunFailed, match="1 of 1"):
+        RUN([*nowhere, *random])
