@@ -41,14 +41,29 @@ def release_others(compute: frozenset[int], cpus: set[int]) -> None:
 
 def pin_process(cores: tuple[int, ...]) -> None:
     """Keep every thread of this process, and its future children, on these CPUs; () changes nothing."""
-    allowed = sorted(os.sched_getaffinity(0))
-    wanted = {allowed[index % len(allowed)] for index in cores}
+    wanted = cpus_of(cores)
     for thread in _threads() if wanted else ():
         _set_affinity(thread, wanted)
 
 
-def _threads() -> set[int]:
-    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+def cpus_of(cores: tuple[int, ...]) -> set[int]:
+    """The CPUs that these indices stand for in this process; call it before `pin_process`."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return {allowed[index % len(allowed)] for index in cores}
+
+
+def widen(process: int, cpus: set[int]) -> None:
+    """Let every thread of another process run on any of `cpus`; one that has ended is fine."""
+    try:
+        threads = _threads(process)
+    except FileNotFoundError:
+        return
+    for thread in threads:
+        _set_affinity(thread, cpus)
+
+
+def _threads(process: int | None = None) -> set[int]:
+    return {int(task.name) for task in Path(f"/proc/{process or 'self'}/task").iterdir()}
 
 
 def _set_affinity(thread: int, cpus: set[int]) -> None:

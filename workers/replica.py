@@ -24,7 +24,7 @@ from telemetry.logs import configure_logging
 from telemetry.setup import configure
 from workers.checkpoint import prepare
 from workers.config import EngineConfig
-from workers.pinning import pin_process
+from workers.pinning import cpus_of, pin_process, widen
 from workers.placement import ReplicaPlacement, ShardSlot
 
 if TYPE_CHECKING:
@@ -85,10 +85,15 @@ class ReplicaActor:
         from workers.tracing import ReplicaTracing  # noqa: PLC0415
 
         spec = self._spec
+        near_engine = self._cpus_near_engine()
         pin_process(spec.placement.front_cores)  # before the EngineCore is spawned, which inherits it
         prepared = await asyncio.to_thread(prepare, spec.engine.model, spec.engine.tensor_parallel_size)
         self._engine = Engine(spec.engine, prepared, spec.placement, spec.telemetry)
         info = self._engine.start()
+        if spec.placement.front_cores:
+            # It plans a step while the shards' cores idle. On the front cores alone it would wait there for
+            # those who stream the last step's tokens, and the shards for it.
+            widen(info.core_pid, near_engine)
         self._phase = admin_pb2.WARMING
         await self._engine.warm_up()
 
@@ -167,6 +172,12 @@ class ReplicaActor:
         await self._engine.stop_following()
         await asyncio.to_thread(self._engine.shutdown)
         await asyncio.to_thread(self._telemetry.shutdown)
+
+    def _cpus_near_engine(self) -> set[int]:
+        """The front cores, and those of this replica's shards on this host."""
+        placement, here = self._spec.placement, ray.get_runtime_context().get_node_id()
+        own = [core for slot in placement.slots if slot.node_id == here for core in slot.cores]
+        return cpus_of((*placement.front_cores, *own))
 
     async def _listen(self, model: common_pb2.ModelInfo, info: EngineInfo) -> None:
         assert self._servicer is not None
