@@ -11,6 +11,7 @@ a request for an engine is refused with 400 here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable
 
@@ -18,6 +19,8 @@ from cluster.openai import sse
 from cluster.openai.asgi import Message, Receive, Send, answer_json
 from cluster.openai.call_scope import CallScope
 from cluster.openai.failures import Api, HttpFailure
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """Of a request; a router takes no larger messages either."""
@@ -158,6 +161,7 @@ class Exchange:
     def _rightly_blamed(self, failure: HttpFailure) -> HttpFailure:
         if failure.status != _FAILED or self._call.understood:
             return failure
+        log.warning("request %s taken for misshapen: %s", self._call.request_id, failure.message)
         return HttpFailure(
             400, f"the request cannot be read, something in it is misshapen: {failure.message}"
         )

@@ -91,8 +91,9 @@ class HttpFace:
         """The same with what probes ask for."""
         ready = self._known and self._health.serving
         phase = self._loading
-        if self._failed:
-            phase = f"failed: {self._failed}"
+        failed = self._failed or self._health.lost  # Serve puts another in the place of one that failed
+        if failed:
+            phase = f"failed: {failed}"
         elif self._app is not None:
             phase = READY if ready else WAITING
         return Standing(
@@ -100,7 +101,7 @@ class HttpFace:
             elapsed_s=time.monotonic() - self._began,
             started=self._app is not None,
             ready=ready,
-            failed=bool(self._failed),
+            failed=bool(failed),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,11 +34,17 @@ class RouterHealth:
         self._tls = tls
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
+        self._lost = ""
 
     @property
     def serving(self) -> bool:
         """Whether some router serves."""
         return any(self._serves.values())
+
+    @property
+    def lost(self) -> str:
+        """Why some router is watched no more, which only a fresh start mends; empty: all are."""
+        return self._lost
 
     def serves(self, address: str) -> bool:
         """Whether this router does."""
@@ -72,8 +78,9 @@ class RouterHealth:
                     elif silences >= _SILENCES:
                         self._note(address, False)
                     await asyncio.sleep(_INTERVAL_S if self.serving else _EAGER_S)
-        except Exception:
+        except Exception as error:
             self._note(address, False)  # nobody looks any more
+            self._lost = f"router {address} is watched no more: {error or type(error).__name__}"
             raise
 
     def _note(self, address: str, serves: bool) -> None:

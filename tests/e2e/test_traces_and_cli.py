@@ -10,8 +10,6 @@ import pytest
 from protos.errors import KvorumError
 from router.client import KvorumClient
 from telemetry import spans
-from telemetry.record import StoredSpan
-from telemetry.store import SpanStore
 from tests.e2e.conftest import RunningCluster, collect
 
 pytestmark = pytest.mark.cluster
@@ -27,24 +25,13 @@ PARENTS = {
 }
 
 
-async def _trace(cluster: RunningCluster, trace_id: str, names: set[str]) -> dict[str, StoredSpan]:
-    assert cluster.state.span_store is not None
-    store = SpanStore(cluster.state.span_store)
-    for _ in range(60):
-        found = {span.name: span for span in store.trace(trace_id)}
-        if names <= found.keys():
-            return found
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"trace {trace_id} has only {sorted(found)}")
-
-
 async def test_a_request_is_one_trace_below_the_callers_span(
     client: KvorumClient, pair: RunningCluster
 ) -> None:
     caller = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     answer = await collect(client, "The sea is", max_tokens=6, ignore_eos=True, metadata=[caller])
     assert answer.served.trace_id == "0af7651916cd43dd8448eb211c80319c"
-    found = await _trace(pair, answer.served.trace_id, {spans.ROUTER_REQUEST, *PARENTS})
+    found = await pair.trace(answer.served.trace_id, {spans.ROUTER_REQUEST, *PARENTS})
     assert found[spans.ROUTER_REQUEST].parent_id == "b7ad6b7169203331"
     for child, parent in PARENTS.items():
         assert found[child].parent_id == found[parent].span_id, child
@@ -60,7 +47,7 @@ async def test_a_refused_and_a_cancelled_request_leave_closed_spans_with_the_rea
     refused = ("traceparent", "00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     with pytest.raises(KvorumError):
         await collect(client, "Hello", temperature=-1.0, metadata=[refused])
-    found = await _trace(pair, refused[1].split("-")[1], {spans.ROUTER_REQUEST})
+    found = await pair.trace(refused[1].split("-")[1], {spans.ROUTER_REQUEST})
     assert found[spans.ROUTER_REQUEST].attributes[spans.ERROR_TYPE] == "INVALID_REQUEST"
 
     cancelled = ("traceparent", "00-2af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
@@ -68,7 +55,7 @@ async def test_a_refused_and_a_cancelled_request_leave_closed_spans_with_the_rea
     await anext(stream)
     await stream.aclose()
     names = {spans.ROUTER_REQUEST, spans.ROUTER_FORWARD, spans.REPLICA_GENERATE}
-    found = await _trace(pair, cancelled[1].split("-")[1], names)
+    found = await pair.trace(cancelled[1].split("-")[1], names)
     assert {found[name].attributes[spans.ERROR_TYPE] for name in names} == {"cancelled"}
 
 

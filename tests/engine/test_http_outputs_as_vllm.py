@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes_replica import FakeContext, FakeObserver
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -154,24 +155,6 @@ class FakeEngine:
     async def generate(self, request: replica_pb2.ReplicaGenerateRequest) -> AsyncIterator[RequestOutput]:
         for output in processed(to_sampling_params(request.sampling), self._steps):
             yield output
-
-
-class FakeObserver:
-    """Sees nothing; its scopes neither."""
-
-    def start(self, request: Any, metadata: Any) -> FakeObserver:
-        return self
-
-    def step(self, response: Any, output: Any) -> None:
-        return
-
-    def finish(self, error: BaseException | None) -> None:
-        return
-
-
-class FakeContext:
-    def invocation_metadata(self) -> None:
-        return None
 
 
 async def assembled(params: SamplingParams, steps: Steps) -> list[dict[str, Any]]:

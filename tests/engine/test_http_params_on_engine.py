@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from fakes_replica import FakeContext, FakeObserver
+from one_process import start_engine
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import (
@@ -28,40 +29,15 @@ from cluster.openai.params import to_wire
 from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
 from router import validate
-from workers import engine_args
 from workers.checkpoint import prepare
 from workers.config import EngineConfig
 from workers.engine import Engine
-from workers.placement import ReplicaPlacement
 from workers.servicer import ReplicaServicer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [504, 3575, 282, 4649, 314, 260, 2240, 282, 1029]
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
-
-
-class FakeObserver:
-    """Sees nothing; its scopes neither."""
-
-    def start(self, request: Any, metadata: Any) -> FakeObserver:
-        return self
-
-    def step(self, response: Any, output: Any) -> None:
-        return
-
-    def finish(self, error: BaseException | None) -> None:
-        return
-
-
-class FakeContext:
-    """A call that carries nothing; a refusal is raised where gRPC would send it."""
-
-    def invocation_metadata(self) -> None:
-        return None
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        raise AssertionError(status.details)
 
 
 class Sides:
@@ -107,14 +83,7 @@ async def sides() -> AsyncIterator[Sides]:
         dtype="float32",
         engine_args={"enable_prefix_caching": False},
     )
-    placement = ReplicaPlacement("r0", "e0", "test", "", "cpu", "none", ())
-    build = engine_args.build
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # threads that spin fight over few cores
-        # One process instead of a Ray actor per shard: everything else is as in production.
-        patch.setattr(engine_args, "build", lambda *a: replace(build(*a), distributed_executor_backend="uni"))
-        engine = Engine(config, prepared, placement)
-        info = engine.start()
+    engine, info = start_engine(config, prepared)
     model = common_pb2.ModelInfo(
         name="m", vocab_size=info.vocab_size, max_model_len=info.max_model_len, max_logprobs=info.max_logprobs
     )

@@ -5,40 +5,26 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
 import numpy as np
 import pytest
 import pytest_asyncio
+from fakes_replica import FakeObserver
+from one_process import start_engine
 
 from protos import blockkeys, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bind, create_server
-from workers import engine_args
 from workers.checkpoint import prepare
 from workers.config import EngineConfig
 from workers.engine import Engine
-from workers.observe import Metadata
-from workers.placement import ReplicaPlacement
 from workers.servicer import ReplicaServicer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK, BLOCKS, VOCAB = 32, 64, 40_000
-
-
-class FakeObserver:
-    """Sees nothing."""
-
-    def start(self, request: replica_pb2.ReplicaGenerateRequest, metadata: Metadata) -> FakeObserver:
-        return self
-
-    def step(self, response: common_pb2.GenerateResponse, output: Any) -> None:
-        return
-
-    def finish(self, error: BaseException | None) -> None:
-        return
 
 
 @dataclass
@@ -132,14 +118,7 @@ async def replica() -> AsyncIterator[Replica]:
         max_num_batched_tokens=128,
         engine_args={"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS},
     )
-    placement = ReplicaPlacement("r0", "e0", "test", "", "cpu", "none", ())
-    build = engine_args.build
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # threads that spin fight over few cores
-        # One process instead of a Ray actor per shard: everything else is as in production.
-        patch.setattr(engine_args, "build", lambda *a: replace(build(*a), distributed_executor_backend="uni"))
-        engine = Engine(config, prepared, placement)
-        info = engine.start()
+    engine, info = start_engine(config, prepared)
     await engine.warm_up()
     model = common_pb2.ModelInfo(revision=prepared.revision, vocab_size=info.vocab_size)
     snapshot = replica_pb2.ReplicaSnapshot(replica="r0", model=model, key_scheme=blockkeys.SCHEME)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from fakes_replica import FakeObserver
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -50,19 +51,6 @@ class FakeEngine:
                 "r", None, [1], None, [choice], finished=bool(end), metrics=times,
                 num_cached_tokens=16, num_cache_creation_tokens=32,
             )  # fmt: skip
-
-
-class FakeObserver:
-    """Sees nothing."""
-
-    def start(self, request: Any, metadata: Any) -> FakeObserver:
-        return self
-
-    def step(self, response: Any, output: Any) -> None:
-        return
-
-    def finish(self, error: BaseException | None) -> None:
-        return
 
 
 class Served:

@@ -17,7 +17,7 @@ from fakes_router import eventually, running_stack
 from fastapi import FastAPI
 
 from cluster.openai import face as face_module
-from cluster.openai import model_files
+from cluster.openai import model_files, router_health
 from cluster.openai.asgi import App
 from cluster.openai.face import FETCHING, LOADING, READY, WAITING, HttpFace
 from cluster.openai.failures import IngressError
@@ -147,6 +147,22 @@ async def test_a_start_that_fails_says_why_for_good(server: FakeServerModule, fe
             503,
             "failed: vLLM refuses the HTTP arguments: invalid choice: 'nope'",
         )
+
+
+async def test_a_face_that_watches_a_router_no_more_asks_to_be_replaced(
+    server: FakeServerModule, fetched: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks(_stub: object) -> bool | None:
+        raise ZeroDivisionError("a bug")
+
+    fetched.set()
+    server.importing.set()
+    server.building.set()
+    async with running_stack() as stack, started(stack.address) as face:
+        await eventually(lambda: face.phase == READY)
+        monkeypatch.setattr(router_health, "_ask", breaks)
+        await eventually(lambda: face.phase.startswith("failed: router"))
+        assert (await probed(face, "/livez"))[0] == 503
 
 
 async def test_its_folder_is_there_while_it_serves_and_gone_afterwards(

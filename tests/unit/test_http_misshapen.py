@@ -51,13 +51,15 @@ async def post(face: Face, path: str, body: dict[str, Any]) -> FakeConnection:
     ids=["a number", "a list", "a string", "a message without content"],
 )
 async def test_a_misshapen_body_is_400_and_says_so(
-    face: Face, path: str, body: dict[str, Any], stream: bool
+    face: Face, path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await post(face, path, {**body, "stream": stream})
     assert answer.status == 400
     error = answer.json["error"]
     assert "misshapen" in error["message"]
     assert error["code"] == 400
+    [record] = [record for record in caplog.records if "taken for misshapen" in record.message]
+    assert record.message.partition(": ")[2] in error["message"]  # whose fault it was can be looked up
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -145,3 +145,21 @@ async def test_a_stream_can_be_cancelled_from_another_task() -> None:
             async for _ in stream:
                 pass
         await eventually(lambda: stack.replicas[0].running() == 0)
+
+
+async def test_a_watch_that_dies_is_told_and_its_router_serves_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks(_stub: object) -> bool | None:
+        raise ZeroDivisionError("a bug")
+
+    async with running_stack() as stack:
+        health = RouterHealth([stack.address])
+        health.start()
+        await eventually(lambda: health.serving)
+        assert health.lost == ""
+        monkeypatch.setattr(router_health, "_ask", breaks)
+        await eventually(lambda: bool(health.lost))
+        assert not health.serving
+        assert health.lost == f"router {stack.address} is watched no more: a bug"
+        await health.stop()
