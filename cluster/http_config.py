@@ -17,7 +17,7 @@ class HttpConfig(BaseModel):
 
     enabled: bool = Field(True, description="serve OpenAI's HTTP API beside gRPC")
     host: str = Field("127.0.0.1", description="address to listen on; loopback unless you say otherwise")
-    port: int = Field(8000, ge=0, le=65534, description="HTTP port; 0 picks a free one")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     via: Via = Field(
         "direct",
         description="the ingress replica listens itself, or Ray Serve's proxy in front of several",
