@@ -30,6 +30,10 @@ class HttpConfig(BaseModel):
         1024, ge=1, description="requests in flight in one ingress replica; more are refused with 503"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of one request")
+    lookaside: bool = Field(
+        True,
+        description="routers decide, tokens come straight from the replicas; false: through the router",
+    )
     tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key turns HTTPS on")
     tls_key: Path | None = Field(None, description="PEM private key")
     arguments: tuple[str, ...] = Field(

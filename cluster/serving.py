@@ -69,6 +69,7 @@ def settings_of(
         telemetry=config.telemetry,
         max_ongoing_requests=config.http.max_ongoing_requests,
         request_timeout_s=config.http.request_timeout_s,
+        lookaside=config.http.lookaside,
         start_timeout_s=config.engine.start_timeout_s,
         front_cores=front_cores,
         scratch=scratch,

@@ -426,13 +426,18 @@ class ReportEndRequest(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     ttft_s: _builtins.float
     """as the client measured it; absent: no token came"""
     lost: _builtins.bool
     """the replica could not be reached, or broke the stream"""
     finished: _builtins.bool
-    """every sequence ended; neither: cancelled, or refused by the replica"""
+    """every sequence ended"""
+    code: _builtins.int
+    """the gRPC status that ended it; 0 and not finished: the client cancelled"""
+    reason: _common_pb2.Reason.ValueType
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
     @_builtins.property
@@ -446,10 +451,12 @@ class ReportEndRequest(_message.Message):
         times: _common_pb2.EngineTimes | None = ...,
         lost: _builtins.bool = ...,
         finished: _builtins.bool = ...,
+        code: _builtins.int = ...,
+        reason: _common_pb2.Reason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "finished", b"finished", "lost", b"lost", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "code", b"code", "finished", b"finished", "lost", b"lost", "reason", b"reason", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
@@ -471,6 +478,44 @@ class ReportEndResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportEndResponse: _TypeAlias = ReportEndResponse  # noqa: Y015
+
+@_typing.final
+class ReportProgressRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    generated_tokens: _builtins.int
+    """until now, of all sequences; 0: none came yet"""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        generated_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "generated_tokens", b"generated_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProgressRequest: _TypeAlias = ReportProgressRequest  # noqa: Y015
+
+@_typing.final
+class ReportProgressResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProgressResponse: _TypeAlias = ReportProgressResponse  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):

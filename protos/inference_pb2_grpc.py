@@ -65,6 +65,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ReportEndRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ReportEndResponse.FromString,
                 _registered_method=True)
+        self.ReportProgress = channel.unary_unary(
+                '/kvorum.v1.Inference/ReportProgress',
+                request_serializer=protos_dot_inference__pb2.ReportProgressRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ReportProgressResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvorum.v1.Inference/Explain',
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -104,6 +109,8 @@ class InferenceServicer:
 
     def Route(self, request, context):
         """Lookaside: decides as Generate would, and lets the client stream from the replica itself.
+        Metadata kvorum-attempt: the attempt's id, 32 random hex digits, for a client that wants to report the end of
+        an attempt whose response it did not wait for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +118,14 @@ class InferenceServicer:
 
     def ReportEnd(self, request, context):
         """How a routed stream ended. Without it the router's lease ends when the ticket expires.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportProgress(self, request, context):
+        """A routed stream goes on: its lease is kept for another `expires_in_s`, and shrinks by what was generated.
+        Send it with the first token, and every third of `expires_in_s` until the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,6 +170,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ReportEnd,
                     request_deserializer=protos_dot_inference__pb2.ReportEndRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ReportEndResponse.SerializeToString,
+            ),
+            'ReportProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportProgress,
+                    request_deserializer=protos_dot_inference__pb2.ReportProgressRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ReportProgressResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -324,6 +344,33 @@ class Inference:
             '/kvorum.v1.Inference/ReportEnd',
             protos_dot_inference__pb2.ReportEndRequest.SerializeToString,
             protos_dot_inference__pb2.ReportEndResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Inference/ReportProgress',
+            protos_dot_inference__pb2.ReportProgressRequest.SerializeToString,
+            protos_dot_inference__pb2.ReportProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,9 +40,16 @@ class InferenceStub:
     """The tokens that Generate or Chat would send to the engine."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     Route: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RouteResponse]
-    """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+    """Lookaside: decides as Generate would, and lets the client stream from the replica itself.
+    Metadata kvorum-attempt: the attempt's id, 32 random hex digits, for a client that wants to report the end of
+    an attempt whose response it did not wait for.
+    """
     ReportEnd: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReportEndRequest, _inference_pb2.ReportEndResponse]
     """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+    ReportProgress: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReportProgressRequest, _inference_pb2.ReportProgressResponse]
+    """A routed stream goes on: its lease is kept for another `expires_in_s`, and shrinks by what was generated.
+    Send it with the first token, and every third of `expires_in_s` until the end.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]
     """The decision for this request with every term of every candidate; runs nothing."""
 
@@ -57,9 +64,16 @@ class InferenceAsyncStub(InferenceStub):
     """The tokens that Generate or Chat would send to the engine."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     Route: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RouteResponse]  # type: ignore[assignment]
-    """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+    """Lookaside: decides as Generate would, and lets the client stream from the replica itself.
+    Metadata kvorum-attempt: the attempt's id, 32 random hex digits, for a client that wants to report the end of
+    an attempt whose response it did not wait for.
+    """
     ReportEnd: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReportEndRequest, _inference_pb2.ReportEndResponse]  # type: ignore[assignment]
     """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+    ReportProgress: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReportProgressRequest, _inference_pb2.ReportProgressResponse]  # type: ignore[assignment]
+    """A routed stream goes on: its lease is kept for another `expires_in_s`, and shrinks by what was generated.
+    Send it with the first token, and every third of `expires_in_s` until the end.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """The decision for this request with every term of every candidate; runs nothing."""
 
@@ -101,7 +115,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RouteResponse, _abc.Awaitable[_inference_pb2.RouteResponse]]:
-        """Lookaside: decides as Generate would, and lets the client stream from the replica itself."""
+        """Lookaside: decides as Generate would, and lets the client stream from the replica itself.
+        Metadata kvorum-attempt: the attempt's id, 32 random hex digits, for a client that wants to report the end of
+        an attempt whose response it did not wait for.
+        """
 
     @_abc_1.abstractmethod
     def ReportEnd(
@@ -110,6 +127,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ReportEndResponse, _abc.Awaitable[_inference_pb2.ReportEndResponse]]:
         """How a routed stream ended. Without it the router's lease ends when the ticket expires."""
+
+    @_abc_1.abstractmethod
+    def ReportProgress(
+        self,
+        request: _inference_pb2.ReportProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ReportProgressResponse, _abc.Awaitable[_inference_pb2.ReportProgressResponse]]:
+        """A routed stream goes on: its lease is kept for another `expires_in_s`, and shrinks by what was generated.
+        Send it with the first token, and every third of `expires_in_s` until the end.
+        """
 
     @_abc_1.abstractmethod
     def Explain(

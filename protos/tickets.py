@@ -25,6 +25,8 @@ from protos.errors import KvorumError
 
 TICKET_KEY: Final = "kvorum-ticket"
 """The call metadata that carries a ticket."""
+ATTEMPT_KEY: Final = "kvorum-attempt"
+"""The metadata of `Route` with the id that the client wants for the attempt."""
 MAX_TICKET_CHARS: Final = 2048
 CLOCK_SKEW_S: Final = 5.0
 """How far the clocks of a router and a replica may differ."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -68,7 +68,7 @@ class KvorumClient:
         self._credential = bearer(api_key)
         self._routers: dict[str, tuple[grpc.aio.Channel, inference_pb2_grpc.InferenceAsyncStub]] = {}
         self._preferred = 0
-        self._direct = LookasideStreams(self._route, self._report) if lookaside else None
+        self._direct = LookasideStreams(self._route, self._report, self._progress) if lookaside else None
 
     async def generate(
         self,
@@ -104,12 +104,12 @@ class KvorumClient:
         """`generate` of a request that is already a message.
 
         Args:
-            opened: told of each call to a router as it begins, so that another task can cancel it, upon
-                which the iterator raises asyncio.CancelledError. Not told of lookaside streams.
+            opened: told of each call to a router or replica as it begins, so that another task can cancel
+                the last one, upon which the iterator raises asyncio.CancelledError.
         """
         deadline = time.monotonic() + timeout
         if self._direct is not None:
-            return self._direct.stream(request, deadline, metadata)
+            return self._direct.stream(request, deadline, metadata, opened)
         return self._stream(request, deadline, metadata, opened)
 
     async def explain(
@@ -207,16 +207,27 @@ class KvorumClient:
         raise last
 
     async def _route(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata,
+        opened: Callable[[Any], None] | None,
     ) -> tuple[inference_pb2.RouteResponse, int]:
-        response = await self._unary(lambda stub: stub.Route, request, timeout_s, metadata)
+        response = await self._unary(lambda stub: stub.Route, request, timeout_s, metadata, opened)
         return response, self._preferred
 
-    async def _report(self, turn: int, end: inference_pb2.ReportEndRequest) -> None:
-        try:
-            await self._stub(turn).ReportEnd(end, timeout=_STATE_TIMEOUT_S, metadata=self._credential)
-        except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure) from None
+    async def _report(self, turn: int | None, end: inference_pb2.ReportEndRequest) -> None:
+        """To that router, or to all."""
+        for each in range(len(self._addresses)) if turn is None else (turn,):
+            await self._told(self._stub(each).ReportEnd, end)
+
+    async def _progress(self, turn: int, report: inference_pb2.ReportProgressRequest) -> None:
+        await self._told(self._stub(turn).ReportProgress, report)
+
+    async def _told(self, method: Any, report: Any) -> None:
+        """Best effort: a lease of which nothing is heard ends by itself."""
+        with suppress(grpc.aio.AioRpcError):
+            await method(report, timeout=_STATE_TIMEOUT_S, metadata=self._credential)
 
     async def _unary(
         self,
@@ -224,14 +235,17 @@ class KvorumClient:
         request: Any,
         timeout_s: float = _UNARY_TIMEOUT_S,
         metadata: Metadata = (),
+        opened: Callable[[Any], None] | None = None,
     ) -> Any:
         last: KvorumError | None = None
         until = time.monotonic() + timeout_s
         for turn in self._turns():
+            left_s = max(until - time.monotonic(), 0.0)
+            call = method(self._stub(turn))(request, timeout=left_s, metadata=(*self._credential, *metadata))
+            if opened is not None:
+                opened(call)
             try:
-                call = method(self._stub(turn))
-                left_s = max(until - time.monotonic(), 0.0)
-                response = await call(request, timeout=left_s, metadata=(*self._credential, *metadata))
+                response = await call
             except grpc.aio.AioRpcError as failure:
                 last = from_rpc_error(failure)
                 if not _worth_another(last):

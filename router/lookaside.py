@@ -1,12 +1,14 @@
-"""Lookaside: the router decides, the client streams from the replica itself, and says how it ended.
+"""Lookaside: the router decides, the client streams from the replica itself, and says how it goes.
 
-A lease ends when the client reports the end, or when its ticket expires. A stream may outlive its
-ticket: by then the replica's own load report counts it, so nothing is lost by letting the lease go.
+A lease ends when the client reports the end, or has reported nothing for as long as a ticket is good. The
+stream of a client that never reports progress may outlive its lease: the replica's own load report counts
+it by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ import grpc
 from protos import common_pb2, inference_pb2, tickets
 from protos.errors import KvorumError
 from router.forward import Job, placed
-from router.group import Placement
+from router.group import Placement, loop_time
 from router.observe import AttemptScope, Outcome
 
 _MOST_TTFT_S = 3600.0
+_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+_ATTEMPT_ID = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class _Routed:
     placement: Placement
     scope: AttemptScope
     timer: asyncio.TimerHandle
+    generated: int = 0  # tokens reported until now
 
 
 class Lookaside:
@@ -35,7 +40,7 @@ class Lookaside:
 
     Args:
         secret: the cluster's token, which replicas know as well; without one no ticket can be made.
-        ticket_s: a stream must begin within this time; the lease of a silent client ends then.
+        ticket_s: a stream must begin within this time; the lease of a client silent for so long ends.
     """
 
     def __init__(self, secret: str | None, *, ticket_s: float, most: int) -> None:
@@ -47,8 +52,8 @@ class Lookaside:
         """Attempts whose end is not known yet."""
         return len(self._attempts)
 
-    async def route(self, job: Job) -> inference_pb2.RouteResponse:
-        """Place the job, and let its client run it.
+    async def route(self, job: Job, wanted_id: str = "") -> inference_pb2.RouteResponse:
+        """Place the job, and let its client run it. `wanted_id`: the id that the client wants for it.
 
         Raises:
             KvorumError: FAILED_PRECONDITION without a cluster token, RESOURCE_EXHAUSTED when too many
@@ -67,7 +72,8 @@ class Lookaside:
             placement = await placed(job)
         finally:
             self._placing -= 1
-        decision, attempt_id = placement.decision, uuid.uuid4().hex
+        free = _ATTEMPT_ID.fullmatch(wanted_id) and wanted_id not in self._attempts
+        decision, attempt_id = placement.decision, wanted_id if free else uuid.uuid4().hex
         scope = job.scope.attempt(decision, 1)
         try:
             request = job.replica_request(placement, attempt_id)
@@ -85,8 +91,7 @@ class Lookaside:
             failure = KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
             scope.finished(Outcome(error=failure))
             raise failure from error
-        timer = asyncio.get_running_loop().call_later(self._ticket_s, self._expire, attempt_id)
-        self._attempts[attempt_id] = _Routed(job, placement, scope, timer)
+        self._attempts[attempt_id] = _Routed(job, placement, scope, self._timer(attempt_id))
         return inference_pb2.RouteResponse(
             address=placement.link.address,
             attempt_id=attempt_id,
@@ -96,6 +101,22 @@ class Lookaside:
             expires_in_s=self._ticket_s,
             metadata=dict(scope.metadata),
         )
+
+    def progress(self, report: inference_pb2.ReportProgressRequest) -> None:
+        """The client's word that an attempt goes on; ignored like `report`, and past the job's deadline."""
+        routed = self._attempts.get(report.attempt_id)
+        if routed is None or loop_time() > routed.job.wanted.deadline:
+            return
+        routed.timer.cancel()
+        routed.timer = self._timer(report.attempt_id)
+        more = report.generated_tokens - routed.generated
+        if more <= 0:
+            return
+        routed.placement.lease.generated(more)
+        if not routed.generated:
+            routed.scope.first_token()
+            routed.placement.first_token()
+        routed.generated += more
 
     def report(self, end: inference_pb2.ReportEndRequest) -> None:
         """The client's word on an attempt; one that has expired, or was never routed here, is ignored."""
@@ -112,15 +133,22 @@ class Lookaside:
             generated_tokens=max(end.usage.completion_tokens, 0),
             first_token_s=ttft_s if sane else None,
         )
-        outcome.cancelled = not (end.finished or end.lost)
         if end.lost:
             routed.placement.link.doubt()
             outcome.error = KvorumError(
                 grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the client lost the replica"
             )
-        elif outcome.first_token_s is not None and end.HasField("times"):
+        elif not end.finished:
+            outcome.error = _told(end)
+            outcome.cancelled = outcome.error is None
+        if not end.lost and outcome.first_token_s is not None and end.HasField("times"):
+            route = routed.job.wanted.route
+            generated = min(outcome.generated_tokens / route.sequences, route.max_tokens)
             routed.placement.learn(
-                end.times, cached=outcome.cached_tokens, ttft_s=outcome.first_token_s, generated=None
+                end.times,
+                cached=outcome.cached_tokens,
+                ttft_s=outcome.first_token_s,
+                generated=generated if end.finished else None,
             )
         self._end(end.attempt_id, outcome)
 
@@ -128,6 +156,9 @@ class Lookaside:
         """Release everything."""
         for attempt_id in list(self._attempts):
             self._expire(attempt_id)
+
+    def _timer(self, attempt_id: str) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._ticket_s, self._expire, attempt_id)
 
     def _expire(self, attempt_id: str) -> None:
         self._end(attempt_id, Outcome(cancelled=True))
@@ -138,3 +169,18 @@ class Lookaside:
         routed.placement.release()
         routed.scope.finished(outcome)
         routed.job.scope.finished(outcome)
+
+
+def _told(end: inference_pb2.ReportEndRequest) -> KvorumError | None:
+    """The error that the client got, if it says so."""
+    code = _CODES.get(end.code)
+    known = end.reason in common_pb2.Reason.values()
+    return (
+        None
+        if code is None
+        else KvorumError(
+            code,
+            end.reason if known else common_pb2.REASON_UNSPECIFIED,
+            "the client's stream ended with this",
+        )
+    )

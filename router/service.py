@@ -14,6 +14,7 @@ import grpc.aio
 
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError, to_status
+from protos.tickets import ATTEMPT_KEY
 from router.bounded_stream import BoundedStream
 from router.config import RouterConfig
 from router.explain import explained
@@ -73,6 +74,11 @@ class InferenceService:
             "ReportEnd": unary(
                 self.report_end, pb.ReportEndRequest.FromString, pb.ReportEndResponse.SerializeToString
             ),
+            "ReportProgress": unary(
+                self.report_progress,
+                pb.ReportProgressRequest.FromString,
+                pb.ReportProgressResponse.SerializeToString,
+            ),
             "Explain": unary(
                 self.explain, pb.GenerateRequest.FromString, pb.ExplainResponse.SerializeToString
             ),
@@ -131,6 +137,13 @@ class InferenceService:
         """A routed stream is over."""
         self._lookaside.report(request)
         return inference_pb2.ReportEndResponse()
+
+    async def report_progress(
+        self, request: inference_pb2.ReportProgressRequest, context: Any
+    ) -> inference_pb2.ReportProgressResponse:
+        """A routed stream goes on."""
+        self._lookaside.progress(request)
+        return inference_pb2.ReportProgressResponse()
 
     async def explain(
         self, request: inference_pb2.GenerateRequest, context: Any
@@ -213,7 +226,7 @@ class InferenceService:
         try:
             with self._place():
                 job = await self._intake.job(request, request_id, deadline, scope)
-                return await self._lookaside.route(job)
+                return await self._lookaside.route(job, _attempt_id(context))
         except KvorumError as error:
             outcome = Outcome(error=error)
             raise
@@ -275,6 +288,12 @@ class InferenceService:
         """What the client's deadline leaves, or the default."""
         remaining_s: float | None = context.time_remaining()
         return self._config.default_deadline_s if remaining_s is None else remaining_s
+
+
+def _attempt_id(context: Any) -> str:
+    """The client's wish; the router checks it."""
+    wanted = dict(context.invocation_metadata() or ()).get(ATTEMPT_KEY, "")
+    return wanted if isinstance(wanted, str) else ""
 
 
 def _internal(request_id: str) -> KvorumError:

@@ -27,6 +27,11 @@ class TaskGroup:
         task.add_done_callback(self._ended)
         return task
 
+    async def finish(self) -> None:
+        """Wait until all have ended by themselves. Each must bound its own time."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def cancel(self) -> None:
         """Cancel all and wait for their end."""
         tasks = list(self._tasks)

@@ -63,7 +63,11 @@ class HttpFace:
         tls = ClientTls(settings.tls_ca, server_name=settings.tls_server_name) if settings.tls_ca else None
         self._health = RouterHealth(settings.routers, tls=tls)
         self._client = KvorumClient(
-            *settings.routers, api_key=settings.token, tls=tls, usable=self._health.serves
+            *settings.routers,
+            api_key=settings.token,
+            tls=tls,
+            lookaside=settings.lookaside,
+            usable=self._health.serves,
         )
         self._app: FastAPI | None = None
         self._known = False  # a router has told what the model's engines allow

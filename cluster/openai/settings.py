@@ -37,6 +37,9 @@ class IngressSettings(BaseModel):
     start_timeout_s: float = Field(
         600.0, gt=0, description="a cluster that has not said what it serves by then has failed, seconds"
     )
+    lookaside: bool = Field(
+        True, description="stream tokens from the replicas themselves, with no router in their path"
+    )
     scratch: Path | None = Field(
         None, description="existing folder for temporary files, which goes when the cluster ends"
     )

@@ -62,10 +62,12 @@ async def test_a_killed_part_of_a_replica_comes_back_under_traffic(pair: Running
     assert completed > 0
     # Streams under way at the dead replica end with a reason, never as if they had finished.
     assert all(error.reason in (common_pb2.REPLICA_LOST, common_pb2.NO_REPLICA_READY) for error in broken)
-    async with pair.client() as client:
-        again = [collect(client, f"Again {i}", max_tokens=8, ignore_eos=True) for i in range(16)]
-        served = {answer.served.replica for answer in await asyncio.gather(*again)}
-    assert served == {"replica-0", "replica-1"}
+    # One whose first answers were slow, as its own start took the cores, is tried again within minutes.
+    served: set[str] = set()
+    async with pair.client() as client, asyncio.timeout(200):
+        while served != {"replica-0", "replica-1"}:
+            again = [collect(client, f"Again {i}", max_tokens=8, ignore_eos=True) for i in range(16)]
+            served |= {answer.served.replica for answer in await asyncio.gather(*again)}
 
 
 async def test_a_restart_asked_for_drains_first_and_is_no_failure(pair: RunningCluster) -> None:
