@@ -30,6 +30,7 @@ _PREFIXED = {
     "enabled",
     "store",
     "via",
+    "lookaside",
     "max_replicas",
     "max_ongoing_requests",
     "request_timeout_s",
