@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -54,16 +55,31 @@ class _Channel:
 class _Attempt:
     """One attempt, as far as its router has to know. `report` is kept up to date by who reads the stream."""
 
-    def __init__(self, routed: inference_pb2.RouteResponse, router: int, progress: Progress) -> None:
-        self.routed, self.router = routed, router
+    def __init__(
+        self,
+        routed: inference_pb2.RouteResponse,
+        progress: Callable[[inference_pb2.ReportProgressRequest], Awaitable[None]],
+        report: Callable[[inference_pb2.ReportEndRequest], None],
+    ) -> None:
+        self.routed = routed
         self.end = inference_pb2.ReportEndRequest(attempt_id=routed.attempt_id)
         self.generated = 0
-        self._progress, self._begun = progress, asyncio.Event()
+        self._progress, self._report = progress, report
+        self._begun, self._ended = asyncio.Event(), False
 
     def first_token(self, after_s: float) -> None:
         """It has come."""
         self.end.ttft_s = after_s
         self._begun.set()
+
+    def ended(self) -> None:
+        """Report `end`, once.
+
+        As soon as the last sequence has ended: who acts upon its last token meets a router that knows.
+        """
+        if not self._ended:
+            self._ended = True
+            self._report(self.end)
 
     async def keep(self) -> None:
         """Tell the router of the first token, then again and again that it goes on; until cancelled."""
@@ -84,7 +100,7 @@ class _Attempt:
         report = inference_pb2.ReportProgressRequest(
             attempt_id=self.routed.attempt_id, generated_tokens=self.generated
         )
-        await self._progress(self.router, report)
+        await self._progress(report)
 
 
 class LookasideStreams:
@@ -136,11 +152,10 @@ class LookasideStreams:
                 if end.HasField("ttft_s") or not again:
                     raise last from None
             else:
-                end.finished = True
                 return
             finally:
                 kept.cancel()
-                self._reports.spawn("report a lookaside end", self._report(attempt.router, end))
+                attempt.ended()
         assert last is not None
         raise last
 
@@ -169,9 +184,12 @@ class LookasideStreams:
             if not isinstance(error, KvorumError) or error.code in _UNHEARD:
                 # A router may have decided, and its word have come too late to be read.
                 end = inference_pb2.ReportEndRequest(attempt_id=attempt_id)
-                self._reports.spawn("report a lookaside end", self._report(None, end))
+                self._tell(None, end)
             raise
-        return _Attempt(routed, router, self._progress)
+        return _Attempt(routed, partial(self._progress, router), partial(self._tell, router))
+
+    def _tell(self, router: int | None, end: inference_pb2.ReportEndRequest) -> None:
+        self._reports.spawn("report a lookaside end", self._report(router, end))
 
     async def _one(
         self, attempt: _Attempt, sequences: int, deadline: float, opened: Opened | None
@@ -228,6 +246,9 @@ async def _messages(
             for choice in message.choices:
                 attempt.generated += len(choice.token_ids)
                 unfinished -= bool(choice.finish_reason)
+            if unfinished <= 0:
+                end.finished = True
+                attempt.ended()
             yield message
     finally:
         call.cancel()

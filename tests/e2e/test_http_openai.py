@@ -64,11 +64,12 @@ def test_the_answer_is_bare_vllms_field_by_field(
 async def test_it_is_the_same_from_the_async_client_all_at_once(
     reference: dict[str, Answers], web: RunningCluster
 ) -> None:
+    """But for what was cached: under this load either replica may be the quicker one for a known prompt."""
     answers = await ask_all_async(web.http_url, CASES, "async")
     found = [
         f"{name}: {line}" for name, answer in answers.items() for line in differences(answer, reference[name])
     ]
-    assert found == []
+    assert [line for line in found if ".cached_tokens: " not in line] == []
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=_named)
