@@ -179,6 +179,8 @@ def _head_environment(cluster_id: str, work_dir: Path) -> dict[str, str]:
     enter(work_dir, "", env)
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    # Ray runs its workers at nice 15, where anything else on the host goes before the tokens.
+    env.setdefault("RAY_worker_niceness", "0")
     return env | {
         MARKER: cluster_id,
         "VLLM_RPC_BASE_PATH": str(work_dir),  # its sockets outlive a killed engine; the folder goes with us

@@ -3,6 +3,9 @@
 The same rounds through our HTTP face (ingress, router, replica, shard actor) and through vLLM's own server,
 in alternation in one run, with one engine a side on the same core and with the same settings. Both sides
 run as they come: with metrics, ours with traces as well; vLLM's log of each request is off.
+
+Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one. A
+single wave of requests would measure how close together they arrive as well.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ SETTLE_S = 1.5
 
 SIDES = ("kvorum", "bare")
 CONCURRENCY = (8, 16)
+ANSWERS = 4
+"""Of each stream in a round."""
 MODEL = "smollm2"
 
 Values = dict[str, list[float]]
@@ -64,8 +69,10 @@ def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], Values]:
             return asyncio.run(through(urls[side], plan))
 
         for count in CONCURRENCY:
-            for number in range(-2, rounds):  # the first two warm both sides up
-                plan = Round(1000 * count + number, count, count, prompt_tokens=64, output_tokens=32)
+            for number in range(-1, rounds):  # the first one warms both sides up
+                plan = Round(
+                    1000 * count + number, ANSWERS * count, count, prompt_tokens=64, output_tokens=32
+                )
                 for side in _order(number):
                     result = turn(side, plan)
                     if number >= 0:
@@ -117,7 +124,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=11, help="throughput rounds of each side and concurrency"
+        "--rounds", type=int, default=9, help="throughput rounds of each side and concurrency"
     )
-    parser.add_argument("--pairs", type=int, default=15, help="latency turns of each side")
+    parser.add_argument("--pairs", type=int, default=31, help="latency turns of each side")
     main(**vars(parser.parse_args()))
