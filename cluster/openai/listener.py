@@ -107,7 +107,7 @@ class _Server(uvicorn.Server):
 
 def _bind(listen: Listen) -> socket.socket:
     """Connections of a server that just ended must not keep its successor from the port: SO_REUSEADDR."""
-    bound = socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET)
+    bound = socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((listen.host, listen.port))

@@ -6,6 +6,10 @@ run as they come: with metrics, ours with traces as well; vLLM's log of each req
 
 Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one. A
 single wave of requests would measure how close together they arrive as well.
+
+A virtual machine's speed may change twofold within seconds, so rounds are short and many. What does not change
+with it is printed as well: the share of a round in which the engine's computing thread ran. Where both sides
+compute as long, nothing but the engine limits either.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -33,7 +38,7 @@ SETTLE_S = 1.5
 
 SIDES = ("kvorum", "bare")
 CONCURRENCY = (8, 16)
-ANSWERS = 4
+ANSWERS = 2
 """Of each stream in a round."""
 MODEL = "smollm2"
 
@@ -51,9 +56,19 @@ async def through(url: str, plan: Round) -> Result:
         return await run(stream, plan)
 
 
-def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], Values]:
-    """Tokens per second by concurrency and side, and milliseconds to the first token of single requests."""
+def thread_times() -> dict[tuple[str, str], float]:
+    """CPU seconds of every thread of this machine, by process and thread."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/schedstat"):
+        with suppress(OSError):  # it has ended
+            found[path.parts[2], path.parts[4]] = int(path.read_text().split()[0]) / 1e9
+    return found
+
+
+def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], dict[int, Values], Values]:
+    """Tokens per second and share of the busiest thread, by concurrency and side; ms to a single first token."""
     rate: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
+    busy: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
     ttft_ms: Values = {side: [] for side in SIDES}
     flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
     model = prepare("smollm2").path
@@ -74,16 +89,20 @@ def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], Values]:
                     1000 * count + number, ANSWERS * count, count, prompt_tokens=64, output_tokens=32
                 )
                 for side in _order(number):
+                    before = thread_times()
                     result = turn(side, plan)
-                    if number >= 0:
-                        rate[count][side].append(result.tokens / result.elapsed_s)
+                    if number < 0:
+                        continue
+                    rate[count][side].append(result.tokens / result.elapsed_s)
+                    ran = max(now - before.get(key, now) for key, now in thread_times().items())
+                    busy[count][side].append(ran / result.elapsed_s)
             print(f"{rounds} rounds of {count} streams done", file=sys.stderr)
         for number in range(pairs):
             plan = Round(90_000 + number, requests=3, concurrency=1, prompt_tokens=128, output_tokens=2)
             for side in _order(number):
                 ttft_ms[side].append(1e3 * statistics.median(turn(side, plan).ttft_s))
         print(f"{pairs} latency pairs done", file=sys.stderr)
-    return rate, ttft_ms
+    return rate, busy, ttft_ms
 
 
 def _order(number: int) -> Sequence[str]:
@@ -91,7 +110,7 @@ def _order(number: int) -> Sequence[str]:
 
 
 def main(rounds: int, pairs: int) -> None:
-    rate, ttft_ms = compare(rounds, pairs)
+    rate, busy, ttft_ms = compare(rounds, pairs)
     ratios = {
         count: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
         for count, values in rate.items()
@@ -102,7 +121,16 @@ def main(rounds: int, pairs: int) -> None:
         "added_ttft_p50_ms": statistics.median(added),
         "throughput_ratio": min(by_count.values()),
         **{f"throughput_ratio_{count}_streams": ratio for count, ratio in by_count.items()},
-        "throughput_ratio_worst_round": min(min(values) for values in ratios.values()),
+        **{
+            f"throughput_ratio_{count}_streams_{name}": quartile
+            for count, values in ratios.items()
+            for name, quartile in zip(("lower_quartile", "upper_quartile"), _quartiles(values), strict=True)
+        },
+        **{
+            f"busy_{count}_streams_{side}": statistics.median(values)
+            for count, sides in busy.items()
+            for side, values in sides.items()
+        },
         "ttft_p50_ms": statistics.median(ttft_ms["kvorum"]),
         "bare_ttft_p50_ms": statistics.median(ttft_ms["bare"]),
     }
@@ -110,9 +138,15 @@ def main(rounds: int, pairs: int) -> None:
         [f"tokens/s, {count} streams", *_both(rate[count], ".1f"), f"x {by_count[count]:.3f}"]
         for count in CONCURRENCY
     ]
+    rows += [[f"of it computing, {count} streams", *_both(busy[count], ".1%"), ""] for count in CONCURRENCY]
     rows.append(["TTFT p50 ms, 1 stream", *_both(ttft_ms, ".2f"), f"+ {figures['added_ttft_p50_ms']:.2f} ms"])
     columns = ["", "Kvorum's HTTP face", "vLLM's server", "paired"]
     report("http", "What the HTTP face costs", columns, rows, figures)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, upper
 
 
 def _both(values: Values, style: str) -> list[str]:
@@ -124,7 +158,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=9, help="throughput rounds of each side and concurrency"
+        "--rounds", type=int, default=20, help="throughput rounds of each side and concurrency"
     )
     parser.add_argument("--pairs", type=int, default=31, help="latency turns of each side")
     main(**vars(parser.parse_args()))
