@@ -7,9 +7,9 @@ run as they come: with metrics, ours with traces as well; vLLM's log of each req
 Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one. A
 single wave of requests would measure how close together they arrive as well.
 
-A virtual machine's speed may change twofold within seconds, so rounds are short and many. What does not change
-with it is printed as well: the share of a round in which the engine's computing thread ran. Where both sides
-compute as long, nothing but the engine limits either.
+A virtual machine's speed may change twofold within seconds, so rounds are short and many. What does not
+change with it is printed as well: the share of a round in which the engine's computing thread ran. Where both
+sides compute as long, nothing but the engine limits either.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def thread_times() -> dict[tuple[str, str], float]:
 
 
 def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], dict[int, Values], Values]:
-    """Tokens per second and share of the busiest thread, by concurrency and side; ms to a single first token."""
+    """By concurrency and side: tokens per second, the busiest thread's share; ms to a single first token."""
     rate: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
     busy: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
     ttft_ms: Values = {side: [] for side in SIDES}
