@@ -4,8 +4,10 @@ The same rounds through our HTTP face (ingress, router, replica, shard actor) an
 in alternation in one run, with one engine a side on the same core and with the same settings. Both sides
 run as they come: with metrics, ours with traces as well; vLLM's log of each request is off.
 
-Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one. A
-single wave of requests would measure how close together they arrive as well.
+Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one, and
+answers differ in length, as they do. Where all are equally long, requests come in waves, and it counts how
+close together those of a wave arrive: the engine computes late ones in steps of their own. That is measured
+too.
 
 A virtual machine's speed may change twofold within seconds, so rounds are short and many. What does not
 change with it is printed as well: the share of a round in which the engine's computing thread ran. Where both
@@ -37,7 +39,9 @@ SETTLE_S = 1.5
 """vLLM's processes spin for a second after their last step; that must not fall into the other's turn."""
 
 SIDES = ("kvorum", "bare")
-CONCURRENCY = (8, 16)
+CASES = {"8 streams": (8, 16), "16 streams": (16, 16), "8 streams in waves": (8, 0)}
+"""How many streams, and by how many tokens the length of an answer differs from the mean."""
+TOKENS = 32
 ANSWERS = 2
 """Of each stream in a round."""
 MODEL = "smollm2"
@@ -65,10 +69,10 @@ def thread_times() -> dict[tuple[str, str], float]:
     return found
 
 
-def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], dict[int, Values], Values]:
-    """By concurrency and side: tokens per second, the busiest thread's share; ms to a single first token."""
-    rate: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
-    busy: dict[int, Values] = {count: {side: [] for side in SIDES} for count in CONCURRENCY}
+def compare(rounds: int, pairs: int) -> tuple[dict[str, Values], dict[str, Values], Values]:
+    """By case and side: tokens per second, the busiest thread's share; ms to a single first token."""
+    rate: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
+    busy: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
     ttft_ms: Values = {side: [] for side in SIDES}
     flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
     model = prepare("smollm2").path
@@ -79,28 +83,25 @@ def compare(rounds: int, pairs: int) -> tuple[dict[int, Values], dict[int, Value
     ):
         urls = {"kvorum": state.http_url, "bare": bare}
 
-        def turn(side: str, plan: Round) -> Result:
-            time.sleep(SETTLE_S)
-            return asyncio.run(through(urls[side], plan))
-
-        for count in CONCURRENCY:
+        for case, (count, spread) in CASES.items():
             for number in range(-1, rounds):  # the first one warms both sides up
-                plan = Round(
-                    1000 * count + number, ANSWERS * count, count, prompt_tokens=64, output_tokens=32
-                )
+                plan = Round(1000 * count + number, ANSWERS * count, count, 64, TOKENS, spread)
                 for side in _order(number):
+                    time.sleep(SETTLE_S)
                     before = thread_times()
-                    result = turn(side, plan)
+                    result = asyncio.run(through(urls[side], plan))
                     if number < 0:
                         continue
-                    rate[count][side].append(result.tokens / result.elapsed_s)
+                    rate[case][side].append(result.tokens / result.elapsed_s)
                     ran = max(now - before.get(key, now) for key, now in thread_times().items())
-                    busy[count][side].append(ran / result.elapsed_s)
-            print(f"{rounds} rounds of {count} streams done", file=sys.stderr)
+                    busy[case][side].append(ran / result.elapsed_s)
+            print(f"{rounds} rounds of {case} done", file=sys.stderr)
         for number in range(pairs):
             plan = Round(90_000 + number, requests=3, concurrency=1, prompt_tokens=128, output_tokens=2)
             for side in _order(number):
-                ttft_ms[side].append(1e3 * statistics.median(turn(side, plan).ttft_s))
+                time.sleep(SETTLE_S)
+                result = asyncio.run(through(urls[side], plan))
+                ttft_ms[side].append(1e3 * statistics.median(result.ttft_s))
         print(f"{pairs} latency pairs done", file=sys.stderr)
     return rate, busy, ttft_ms
 
@@ -112,41 +113,32 @@ def _order(number: int) -> Sequence[str]:
 def main(rounds: int, pairs: int) -> None:
     rate, busy, ttft_ms = compare(rounds, pairs)
     ratios = {
-        count: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
-        for count, values in rate.items()
+        case: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
+        for case, values in rate.items()
     }
     added = [ours - theirs for ours, theirs in zip(*(ttft_ms[side] for side in SIDES), strict=True)]
-    by_count = {count: statistics.median(values) for count, values in ratios.items()}
+    by_case = {case: statistics.median(values) for case, values in ratios.items()}
     figures = {
         "added_ttft_p50_ms": statistics.median(added),
-        "throughput_ratio": min(by_count.values()),
-        **{f"throughput_ratio_{count}_streams": ratio for count, ratio in by_count.items()},
-        **{
-            f"throughput_ratio_{count}_streams_{name}": quartile
-            for count, values in ratios.items()
-            for name, quartile in zip(("lower_quartile", "upper_quartile"), _quartiles(values), strict=True)
-        },
-        **{
-            f"busy_{count}_streams_{side}": statistics.median(values)
-            for count, sides in busy.items()
-            for side, values in sides.items()
-        },
+        "throughput_ratio": min(by_case["8 streams"], by_case["16 streams"]),
         "ttft_p50_ms": statistics.median(ttft_ms["kvorum"]),
         "bare_ttft_p50_ms": statistics.median(ttft_ms["bare"]),
     }
-    rows = [
-        [f"tokens/s, {count} streams", *_both(rate[count], ".1f"), f"x {by_count[count]:.3f}"]
-        for count in CONCURRENCY
-    ]
-    rows += [[f"of it computing, {count} streams", *_both(busy[count], ".1%"), ""] for count in CONCURRENCY]
+    rows = []
+    for case, values in ratios.items():
+        name = case.replace(" ", "_")
+        lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+        figures |= {
+            f"throughput_ratio_{name}": by_case[case],
+            f"throughput_ratio_{name}_lower_quartile": lower,
+            f"throughput_ratio_{name}_upper_quartile": upper,
+            **{f"computing_{name}_{side}": statistics.median(busy[case][side]) for side in SIDES},
+        }
+        rows.append([f"tokens/s, {case}", *_both(rate[case], ".1f"), f"x {by_case[case]:.3f}"])
+        rows.append(["  of it computing", *_both(busy[case], ".1%"), ""])
     rows.append(["TTFT p50 ms, 1 stream", *_both(ttft_ms, ".2f"), f"+ {figures['added_ttft_p50_ms']:.2f} ms"])
     columns = ["", "Kvorum's HTTP face", "vLLM's server", "paired"]
     report("http", "What the HTTP face costs", columns, rows, figures)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, upper
 
 
 def _both(values: Values, style: str) -> list[str]:
@@ -158,7 +150,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="throughput rounds of each side and concurrency"
+        "--rounds", type=int, default=16, help="throughput rounds of each side and concurrency"
     )
     parser.add_argument("--pairs", type=int, default=31, help="latency turns of each side")
     main(**vars(parser.parse_args()))

@@ -14,13 +14,23 @@ Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
 
 @dataclass(frozen=True)
 class Round:
-    """`requests` prompts of `prompt_tokens` random tokens, `concurrency` at a time."""
+    """`requests` prompts of `prompt_tokens` random tokens, `concurrency` at a time.
+
+    Answers differ from `output_tokens` by up to `spread` tokens either way.
+    """
 
     seed: int
     requests: int
     concurrency: int
     prompt_tokens: int
     output_tokens: int
+    spread: int = 0
+
+    def answers(self) -> list[int]:
+        """How many tokens each prompt is to be answered with."""
+        generator = random.Random(-self.seed)
+        least, most = self.output_tokens - self.spread, self.output_tokens + self.spread
+        return [generator.randint(least, most) for _ in range(self.requests)]
 
     def prompts(self) -> list[list[int]]:
         """Different in every round, so that no side profits from a warm prefix cache."""
@@ -45,16 +55,17 @@ class Result:
 
 async def run(stream: Stream, plan: Round) -> Result:
     """Run one round to its end."""
-    waiting = list(reversed(plan.prompts()))
+    answers = plan.answers()
+    waiting = list(reversed(list(zip(plan.prompts(), answers, strict=True))))
     ttft_s: list[float] = []
     tokens = 0
 
     async def lane() -> None:
         nonlocal tokens
         while waiting:
-            prompt = waiting.pop()
+            prompt, wanted = waiting.pop()
             began, first = time.perf_counter(), True
-            async for count in stream(prompt, plan.output_tokens):
+            async for count in stream(prompt, wanted):
                 if first:
                     ttft_s.append(time.perf_counter() - began)
                     first = False
@@ -63,5 +74,5 @@ async def run(stream: Stream, plan: Round) -> Result:
     began = time.perf_counter()
     await asyncio.gather(*(lane() for _ in range(plan.concurrency)))
     elapsed_s = time.perf_counter() - began
-    assert tokens == plan.requests * plan.output_tokens
+    assert tokens == sum(answers)
     return Result(elapsed_s, tokens, ttft_s)
