@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from cluster.admin import AdminServicer, serve_admin
 from cluster.checkpoint_files import read_small_files
 from cluster.config import ClusterConfig
 from cluster.placement import Topology, fit
+from cluster.ports import free_port
 from cluster.router_actor import RouterSupervisor
 from cluster.state import CONTROLLER_NAME
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
@@ -309,10 +309,3 @@ def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str)
     actor = ray.remote(ControllerActor).options(**options).remote(spec)
     handle: ControllerHandle = ray.get(actor.ready.remote(), timeout=_CREATE_TIMEOUT_S)
     return handle
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

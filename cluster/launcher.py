@@ -28,6 +28,7 @@ from cluster.failures import BadInput, RunFailed
 from cluster.http_probe import ask_readiness
 from cluster.interrupts import Interrupts
 from cluster.placement import PlacementError
+from cluster.ports import free_port
 from cluster.preflight import check_files, check_fits_here, check_http, check_ports, own_cores
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
@@ -272,8 +273,6 @@ def _bring_up(
 def _start_http(config: ClusterConfig, state: ClusterState, handle: ControllerHandle) -> ClusterState:
     """Deploy the face in the connected Ray; returns before it answers."""
     from ray.exceptions import RayError  # noqa: PLC0415
-
-    from cluster.controller import free_port  # noqa: PLC0415
 
     settings = serving.settings_of(
         config,

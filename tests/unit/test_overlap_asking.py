@@ -16,9 +16,9 @@ from cluster import supervisor as supervisors
 from cluster.admin import AdminServicer, serve_admin
 from cluster.adminclient import AdminClient
 from cluster.config import ClusterConfig
-from cluster.controller import free_port
 from cluster.overlap import ask_shards, disagreement, summary, to_message
 from cluster.placement import Topology
+from cluster.ports import free_port
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
 from protos import admin_pb2
 from protos.errors import KvorumError
