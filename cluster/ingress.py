@@ -32,8 +32,10 @@ class Ingress:
     """One replica: the face, and with `listen` a server of its own instead of Serve's proxy."""
 
     def __init__(self, settings: Mapping[str, Any], listen: Mapping[str, Any] | None = None) -> None:
-        configure_logging("kvorum.ingress")
         known = IngressSettings.model_validate(settings)
+        configure_logging("kvorum.ingress", format=known.telemetry.log_format)
+        if known.telemetry.log_format == "json":
+            os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records come to us
         pin_process(known.front_cores)
         self._face = HttpFace(known)
         self._app = Instance(self._face, known.token)

@@ -49,19 +49,20 @@ class RouterActor:
         *,
         front_cores: tuple[int, ...],
     ) -> None:
+        from router.metrics import RouterMetrics  # noqa: PLC0415
         from router.server import RouterServer  # noqa: PLC0415
         from router.tracing import TracingObserver  # noqa: PLC0415
         from telemetry.setup import configure  # noqa: PLC0415
 
-        configure_logging("kvorum.router")
+        configure_logging("kvorum.router", format=telemetry.log_format)
         pin_process(front_cores)
         self._telemetry = configure("kvorum.router", name, telemetry)
         self._server = RouterServer(
             config,
             controller_address,
             token,
-            observer=TracingObserver(self._telemetry.tracer),
-            meter=self._telemetry.meters.meter,
+            observer=TracingObserver(self._telemetry),
+            metrics=RouterMetrics(self._telemetry.meters, tenants=telemetry.tenant_metrics),
         )
         self._closed = asyncio.Event()
         self._address = ""

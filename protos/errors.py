@@ -64,6 +64,24 @@ def invalid(
     return KvorumError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, (violation,))
 
 
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+def is_refusal(error: KvorumError) -> bool:
+    """Turned away as designed, for what was asked or how much there was; any other error is a failure."""
+    return error.code in _REFUSALS
+
+
 def refused_by_grpc(error: KvorumError) -> bool:
     """RESOURCE_EXHAUSTED that tells of no load: gRPC found a message too large, and will again."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason == common_pb2.INTERNAL

@@ -50,6 +50,11 @@ class ReplicaStub:
                 request_serializer=protos_dot_replica__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_replica__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/kvorum.v1.Replica/GetMetrics',
+                request_serializer=protos_dot_replica__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_replica__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer:
@@ -75,6 +80,13 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """What vLLM's own metrics of this engine say now: Prometheus text, families vllm:* alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_replica__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_replica__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=protos_dot_replica__pb2.GetMetricsRequest.FromString,
+                    response_serializer=protos_dot_replica__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Replica:
             '/kvorum.v1.Replica/Drain',
             protos_dot_replica__pb2.DrainRequest.SerializeToString,
             protos_dot_replica__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.v1.Replica/GetMetrics',
+            protos_dot_replica__pb2.GetMetricsRequest.SerializeToString,
+            protos_dot_replica__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ReplicaStub:
     """First a snapshot, then deltas with consecutive seq; at least one per heartbeat."""
     Drain: _grpc.UnaryUnaryMultiCallable[_replica_pb2.DrainRequest, _replica_pb2.DrainResponse]
     """Refuses new requests, returns when the running ones are done or the grace is over."""
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetMetricsRequest, _replica_pb2.GetMetricsResponse]
+    """What vLLM's own metrics of this engine say now: Prometheus text, families vllm:* alone."""
 
 @_typing.type_check_only
 class ReplicaAsyncStub(ReplicaStub):
@@ -46,6 +48,8 @@ class ReplicaAsyncStub(ReplicaStub):
     """First a snapshot, then deltas with consecutive seq; at least one per heartbeat."""
     Drain: _aio.UnaryUnaryMultiCallable[_replica_pb2.DrainRequest, _replica_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new requests, returns when the running ones are done or the grace is over."""
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetMetricsRequest, _replica_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """What vLLM's own metrics of this engine say now: Prometheus text, families vllm:* alone."""
 
 class ReplicaServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -70,5 +74,13 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.DrainResponse, _abc.Awaitable[_replica_pb2.DrainResponse]]:
         """Refuses new requests, returns when the running ones are done or the grace is over."""
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _replica_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.GetMetricsResponse, _abc.Awaitable[_replica_pb2.GetMetricsResponse]]:
+        """What vLLM's own metrics of this engine say now: Prometheus text, families vllm:* alone."""
 
 def add_ReplicaServicer_to_server(servicer: ReplicaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -106,8 +106,8 @@ async def placed(job: Job, tried: set[str] | frozenset[str] = frozenset(), lost:
     started_ns = time.time_ns()
     try:
         placement = await job.group.place(job.wanted, exclude=tried, lost=lost)
-    except KvorumError as error:
-        job.scope.unplaced(error, started_ns)
+    except (KvorumError, asyncio.CancelledError) as error:
+        job.scope.unplaced(error if isinstance(error, KvorumError) else None, started_ns)
         raise
     job.scope.placed(placement, started_ns)
     return placement
@@ -170,8 +170,10 @@ class _Attempt:
         if not isinstance(raw, bytes):  # grpc.aio.EOF
             return 0
         own.first_token_s = whole.first_token_s = loop_time() - self._started
-        scope.first_token()
         message = _parse(raw)
+        reader = scope.reader
+        if reader is not None:
+            reader(message)
         whole.cached_tokens = own.cached_tokens = message.usage.cached_tokens
         self._times = message.times if message.HasField("times") else None
         tokens, finished = _count(message)
@@ -182,7 +184,10 @@ class _Attempt:
         served = self._job.served_by(self._placement, self._number)
         await write(raw + common_pb2.GenerateResponse(served=served).SerializeToString())
         while isinstance(raw := await read(), bytes):
-            tokens, ended = _count(_parse(raw))
+            message = _parse(raw)
+            if reader is not None:
+                reader(message)
+            tokens, ended = _count(message)
             finished += ended
             own.generated_tokens += tokens
             whole.generated_tokens += tokens

@@ -30,6 +30,7 @@ def facts(request: Generation, request_id: str, operation: str) -> RequestFacts:
         sequences=validate.sequences(sampling),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        message=request,
     )
 
 

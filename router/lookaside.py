@@ -114,7 +114,6 @@ class Lookaside:
             return
         routed.placement.lease.generated(more)
         if not routed.generated:
-            routed.scope.first_token()
             routed.placement.first_token()
         routed.generated += more
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import uvloop
 
 from router.config import RouterConfig
+from router.metrics import RouterMetrics
 from router.server import RouterServer
 from router.tracing import TracingObserver
 from telemetry.config import TelemetryConfig
@@ -40,8 +41,8 @@ async def run(
         config,
         controller_address,
         cluster_token,
-        observer=TracingObserver(traces.tracer),
-        meter=traces.meters.meter,
+        observer=TracingObserver(traces),
+        metrics=RouterMetrics(traces.meters, tenants=traces.config.tenant_metrics),
     )
     asked, hurried = asyncio.Event(), asyncio.Event()
 

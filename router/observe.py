@@ -6,22 +6,24 @@ must not raise and must not block. `finished` is called exactly once per scope, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from protos.errors import KvorumError
+from protos import common_pb2, inference_pb2
+from protos.errors import KvorumError, is_refusal
 
 if TYPE_CHECKING:
     from router.decide import Decision
     from router.group import Placement
 
 Metadata = Sequence[tuple[str, str | bytes]]
+Reader = Callable[[common_pb2.GenerateResponse], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a request asks for; no prompt content."""
+    """What a request asks for."""
 
     request_id: str
     operation: str  # "text_completion" or "chat"
@@ -30,18 +32,30 @@ class RequestFacts:
     sequences: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
+    # Holds the prompt: only for those whose owner has asked for prompts to be recorded.
+    message: inference_pb2.GenerateRequest | inference_pb2.ChatRequest | None = None
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a request or an attempt ended. Neither error nor cancelled: every sequence finished."""
+    """How a request or an attempt ended. Neither error nor cancelled: every sequence finished.
+
+    Times are seconds since the first (or only) attempt's call of its replica.
+    """
 
     error: KvorumError | None = None
     cancelled: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    first_token_s: float | None = None  # since the request (or the attempt) began
+    first_token_s: float | None = None
+
+    @property
+    def name(self) -> Literal["ok", "error", "cancelled", "refused"]:
+        """`refused`: turned away as designed, for what it asked or how much there was; `error`: it failed."""
+        if self.error is not None:
+            return "refused" if is_refusal(self.error) else "error"
+        return "cancelled" if self.cancelled else "ok"
 
 
 class AttemptScope(Protocol):
@@ -51,7 +65,9 @@ class AttemptScope(Protocol):
     def metadata(self) -> Sequence[tuple[str, str]]:
         """What to send to the replica, such as the trace context."""
 
-    def first_token(self) -> None: ...
+    @property
+    def reader(self) -> Reader | None:
+        """Who wants to see each message; None, but where answers are recorded."""
 
     def finished(self, outcome: Outcome) -> None: ...
 
@@ -67,7 +83,8 @@ class RequestScope(Protocol):
 
     def placed(self, placement: Placement, started_ns: int) -> None: ...
 
-    def unplaced(self, error: KvorumError, started_ns: int) -> None: ...
+    def unplaced(self, error: KvorumError | None, started_ns: int) -> None:
+        """It found no place: refused, or (None) given up while it waited."""
 
     def attempt(self, decision: Decision, number: int) -> AttemptScope: ...
 
@@ -84,9 +101,7 @@ class SilentAttempt:
     """Records nothing."""
 
     metadata: Sequence[tuple[str, str]] = ()
-
-    def first_token(self) -> None:
-        """Nothing."""
+    reader: Reader | None = None
 
     def finished(self, outcome: Outcome) -> None:
         """Nothing."""
@@ -103,7 +118,7 @@ class SilentRequest:
     def placed(self, placement: Placement, started_ns: int) -> None:
         """Nothing."""
 
-    def unplaced(self, error: KvorumError, started_ns: int) -> None:
+    def unplaced(self, error: KvorumError | None, started_ns: int) -> None:
         """Nothing."""
 
     def attempt(self, decision: Decision, number: int) -> AttemptScope:

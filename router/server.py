@@ -8,7 +8,6 @@ import logging
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from opentelemetry.metrics import Meter
 
 from protos import admin_pb2, admin_pb2_grpc
 from protos.channels import ServerTls, bind, create_server
@@ -43,7 +42,7 @@ class RouterServer:
         cluster_token: str | None = None,
         *,
         observer: Observer | None = None,
-        meter: Meter | None = None,
+        metrics: RouterMetrics | None = None,
         make_tokenizer: TokenizerFactory = Tokenizer.from_bundle,
     ) -> None:
         self._config, self._cluster_token = config, cluster_token
@@ -52,10 +51,9 @@ class RouterServer:
         )
         self._lookaside = Lookaside(cluster_token, ticket_s=config.ticket_s, most=config.max_streams)
         observer = observer or SilentObserver()
-        self._metrics: RouterMetrics | None = None
-        if meter is not None:
-            self._metrics = RouterMetrics(meter)
-            observer = MeasuringObserver(observer, self._metrics)
+        self._metrics = metrics
+        if metrics is not None:
+            observer = MeasuringObserver(observer, metrics)
         self._service = InferenceService(config, self.members, self._lookaside, observer)
         self._admin = RouterAdminService(config.policy, self.members, lambda: self.in_flight)
         self._health = health.aio.HealthServicer()

@@ -1,4 +1,4 @@
-"""Log records of one process on stderr, with the trace they belong to."""
+"""Log records of one process on stderr, with the trace and the request they belong to."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
 from typing import Literal
 
 from opentelemetry import trace
+from opentelemetry.trace import SpanContext
 
 from telemetry.text import printable
 
 LogFormat = Literal["text", "json"]
+
+_MAX_REQUEST_ID_CHARS = 128
+
+_subject: ContextVar[tuple[str, SpanContext] | None] = ContextVar("kvorum_log_subject", default=None)
+
+
+def speak_of(request_id: str, span: SpanContext) -> None:
+    """Name this request and span in the log records of this task, and of tasks it makes, from now on."""
+    _subject.set((request_id, span))
 
 
 def configure_logging(service: str, level: int | str = "INFO", format: LogFormat = "text") -> None:
@@ -21,7 +32,7 @@ def configure_logging(service: str, level: int | str = "INFO", format: LogFormat
     Args:
         service: which role is speaking, such as "kvorum.router".
         level: least severe level shown.
-        format: one readable line, or one JSON object, per record. Both name the trace and span
+        format: one readable line, or one JSON object, per record. Both name the trace, span and request
             the record was made in, if any.
 
     Raises:
@@ -48,8 +59,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         lines = [printable(line) for line in record.getMessage().splitlines() or [""]]
-        trace_id, _ = _current_ids()
-        suffix = f" trace={trace_id}" if trace_id else ""
+        suffix = "".join(f" {name}={printable(value)}" for name, value in _ids().items())
         head = f"{moment}.{int(record.msecs):03d} {record.levelname:<7} {self._service}"
         text = f"{head} {record.name}: " + "\n    ".join(lines) + suffix
         return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
@@ -69,14 +79,16 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        trace_id, span_id = _current_ids()
-        if trace_id:
-            entry |= {"trace_id": trace_id, "span_id": span_id}
+        entry |= _ids()
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
 
 
-def _current_ids() -> tuple[str, str]:
-    context = trace.get_current_span().get_span_context()
-    return (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else ("", "")
+def _ids() -> dict[str, str]:
+    """Of the span that is current here, else of the one that is spoken of."""
+    request_id, span = _subject.get() or ("", trace.INVALID_SPAN_CONTEXT)
+    current = trace.get_current_span().get_span_context()
+    span = current if current.is_valid else span
+    found = {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"} if span.is_valid else {}
+    return found | ({"request_id": request_id[:_MAX_REQUEST_ID_CHARS]} if request_id else {})

@@ -25,6 +25,7 @@ Signal = Literal["TRACES", "METRICS"]
 _CHATTY_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
     "opentelemetry.exporter.otlp.proto.common._internal",
 )
 
@@ -86,15 +87,12 @@ class OtlpSpanExporter(ReportingExporter):
 
     def __init__(self, protocol: Protocol) -> None:
         self._inner = _library_exporter(protocol)
-        for name in _CHATTY_LOGGERS:
-            filters = logging.getLogger(name).filters
-            if _reasons not in filters:
-                filters.insert(0, _reasons)  # before the library's own, which drops repetitions
+        hush()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        _reasons.forget()
+        reasons.forget()
         result = self._inner.export(spans)
-        self.last_error = _CREDENTIALS.sub("***@", _reasons.last)
+        self.last_error = reasons.last
         return result
 
     def shutdown(self) -> None:
@@ -113,14 +111,24 @@ class _Reasons(logging.Filter):
 
     @property
     def last(self) -> str:
-        return getattr(self._heard, "last", "")
+        """Without credentials."""
+        return _CREDENTIALS.sub("***@", getattr(self._heard, "last", ""))
 
     def filter(self, record: logging.LogRecord) -> bool:
         self._heard.last = record.getMessage()
         return False
 
 
-_reasons = _Reasons()
+reasons = _Reasons()
+"""Why the last export of this thread failed, since `forget`."""
+
+
+def hush() -> None:
+    """From now on the library's exporters tell `reasons`, and not the log."""
+    for name in _CHATTY_LOGGERS:
+        filters = logging.getLogger(name).filters
+        if reasons not in filters:
+            filters.insert(0, reasons)  # before the library's own, which drops repetitions
 
 
 def _library_exporter(protocol: Protocol) -> SpanExporter:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import random
 import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
 from telemetry import spans
 from telemetry.config import TelemetryConfig
-from telemetry.metrics import SCOPE, Meters
+from telemetry.ids import GivenIds
+from telemetry.metrics import SCOPE, Meters, Reading
 from telemetry.otlp import (
     OtlpSpanExporter,
     OtlpTarget,
@@ -34,6 +31,7 @@ from telemetry.otlp import (
 from telemetry.pipe import PipeCounts, ReportingExporter, SpanPipe
 from telemetry.record import SERVICE_INSTANCE, SERVICE_NAME
 from telemetry.store import SpanStore, StoreSpanExporter, default_store_path
+from telemetry.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +50,27 @@ class Telemetry:
         provider: TracerProvider | None,
         pipes: Mapping[str, SpanPipe],
         meters: Meters,
+        *,
         ids: GivenIds | None = None,
+        tail: Tail | None = None,
     ) -> None:
         self.config = config
         self.provider = provider
+        self.tail = tail
         self._ids = ids
+        self._abandoned: list[Callable[[], None]] = []
         self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
         self.meters = meters
         self._pipes = dict(pipes)
         if provider is not None:
             atexit.register(self.shutdown)
+        meters.total("kvorum.telemetry.spans", "{span}", "spans by destination and fate", self._fates)
+        meters.total(
+            "kvorum.telemetry.malformed",
+            "{header}",
+            "callers' trace headers that were ignored",
+            lambda: [(count, {"header": header}) for header, count in list(spans.malformed.items())],
+        )
 
     @classmethod
     def silent(cls) -> Telemetry:
@@ -105,6 +114,10 @@ class Telemetry:
         """Spans exported, dropped and pending, by destination ("store", "otlp")."""
         return {name: pipe.counts for name, pipe in self._pipes.items()}
 
+    def at_shutdown(self, abandon: Callable[[], None]) -> None:
+        """Call it first at `shutdown`, in whichever thread that is: it is to end the spans still open."""
+        self._abandoned.append(abandon)
+
     def start(self) -> None:
         """Start the exporting threads now, where a thread must not inherit a later caller's CPU affinity."""
         for pipe in self._pipes.values():
@@ -123,16 +136,34 @@ class Telemetry:
         return all(results)
 
     def shutdown(self, timeout_s: float = EXIT_FLUSH_S) -> None:
-        """Flush for at most `timeout_s`, then stop; spans that end later are dropped. Idempotent.
+        """End open spans, flush for at most `timeout_s`, then stop; later spans are dropped. Idempotent.
 
-        Runs at exit by itself, but not on SIGTERM: a server's drain has to call it. Blocks.
+        Runs at exit by itself, also of a Ray worker that got SIGTERM, but a plain process does not exit so:
+        there the server's drain has to call it. Blocks.
         """
         deadline = time.monotonic() + timeout_s
         atexit.unregister(self.shutdown)
+        abandoned, self._abandoned = self._abandoned, []
+        for abandon in abandoned:
+            try:
+                abandon()
+            except Exception:  # it sees a process that is going down; the others have their turn
+                logger.exception("open spans were not ended")
         self.flush(timeout_s)
         for pipe in self._pipes.values():
             pipe.shutdown(0)
         self.meters.shutdown(max(deadline - time.monotonic(), 0.0))
+
+    def _fates(self) -> list[Reading]:
+        return [
+            (count, {"destination": name, "state": state})
+            for name, counts in self.counts().items()
+            for state, count in (
+                ("exported", counts.exported),
+                ("failed", counts.failed),
+                ("refused", counts.refused),
+            )
+        ]
 
 
 def configure(
@@ -162,7 +193,7 @@ def configure(
         resource=resource,
         shutdown_on_exit=False,
         id_generator=ids,
-        span_limits=SpanLimits(max_attribute_length=config.max_attribute_chars),
+        span_limits=_limits(config),
     )
     pipes: dict[str, SpanPipe] = {}
     target = target_from_environment(os.environ)
@@ -173,9 +204,11 @@ def configure(
         pipes[STORE] = _pipe(StoreSpanExporter(store), str(store.path), config)
     for pipe in pipes.values():
         provider.add_span_processor(pipe)
+    tail = _tail(config, provider, pipes, ids)
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         trace.set_tracer_provider(provider)
-    return Telemetry(config, provider, pipes, Meters.from_environment(os.environ, resource), ids)
+    meters = Meters.configured(os.environ, resource, config.viewer)
+    return Telemetry(config, provider, pipes, meters, ids=ids, tail=tail)
 
 
 def open_store(config: TelemetryConfig) -> SpanStore:
@@ -188,37 +221,26 @@ def open_store(config: TelemetryConfig) -> SpanStore:
     )
 
 
-class GivenIds(IdGenerator):
-    """Ids from the operating system, but for spans whose ids several processes have to agree on.
+def _tail(
+    config: TelemetryConfig, provider: TracerProvider, pipes: Mapping[str, SpanPipe], ids: GivenIds
+) -> Tail | None:
+    """None where all is sampled, or another sampler than ours decides."""
+    if config.sample_ratio == 1 or config.keep_slow_s == 0 or os.environ.get("OTEL_TRACES_SAMPLER"):
+        return None
+    keeping = TracerProvider(
+        sampler=ALWAYS_ON,
+        resource=provider.resource,
+        shutdown_on_exit=False,
+        id_generator=ids,
+        span_limits=_limits(config),
+    )
+    for pipe in pipes.values():
+        keeping.add_span_processor(pipe)
+    return Tail(keeping.get_tracer(SCOPE), ids, slow_s=config.keep_slow_s)
 
-    The SDK's generator uses Python's global one, which engines seed and forks copy: two replicas
-    would then give their spans the same ids.
-    """
 
-    _bits = random.SystemRandom().getrandbits
-
-    def __init__(self) -> None:
-        self._given = threading.local()
-
-    @contextmanager
-    def given(self, trace_id: int, span_id: int) -> Iterator[None]:
-        """Spans that this thread starts within the block get these ids; neither may be 0."""
-        self._given.ids = trace_id, span_id
-        try:
-            yield
-        finally:
-            del self._given.ids
-
-    def generate_span_id(self) -> int:
-        ids: tuple[int, int] | None = getattr(self._given, "ids", None)
-        return ids[1] if ids else self._bits(64) or 1
-
-    def generate_trace_id(self) -> int:
-        ids: tuple[int, int] | None = getattr(self._given, "ids", None)
-        return ids[0] if ids else self._bits(128) or 1
-
-    def is_trace_id_random(self) -> bool:
-        return True
+def _limits(config: TelemetryConfig) -> SpanLimits:
+    return SpanLimits(max_attribute_length=config.max_attribute_chars)
 
 
 def _resource(service: str, instance: str, facts: Mapping[str, str | int]) -> Resource:

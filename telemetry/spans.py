@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry import trace
+from opentelemetry import baggage, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -64,15 +62,20 @@ GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"  # JSON; on request only
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+
+GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"  # noqa: S105 - input or output
 
 REQUEST_ID: Final = "kvorum.request.id"
 OUTCOME: Final = "kvorum.outcome"
 REPLICA: Final = "kvorum.replica"
 EPOCH: Final = "kvorum.epoch"
 RANK: Final = "kvorum.rank"
+SAMPLED_BY: Final = "kvorum.sampled_by"  # error or slow: not sampled, so the replica has recorded nothing
 ATTEMPT: Final = "kvorum.attempt"
 POLICY: Final = "kvorum.policy"
 CANDIDATES: Final = "kvorum.candidates"  # one string per replica considered, with its terms
@@ -101,6 +104,7 @@ _MAX_BAGGAGE_CHARS = 2048
 """gRPC refuses calls with more than 8 KiB of metadata: a client's baggage must not break our next hop."""
 
 _PARENT, _STATE, _BAGGAGE = "traceparent", "tracestate", "baggage"
+_UNREADABLE = "?"
 _tracecontext = TraceContextTextMapPropagator()
 _baggage = W3CBaggagePropagator()
 
@@ -113,23 +117,41 @@ for _name in (
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
+malformed: Counter[str] = Counter()
+"""Headers that callers sent to this process and that were ignored, by name."""
+
+
 def extract(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
     """The caller's trace and baggage, from a call's metadata, apart from this task's own context.
 
-    What is malformed, too long or given twice is as if it were absent; never raises.
+    What is malformed, too long or given twice is as if it were absent, and counted; never raises.
     """
     found: dict[str, list[str]] = {}
     for key, value in metadata:
-        if key in {_PARENT, _STATE, _BAGGAGE} and (text := _text(value)) is not None:
-            found.setdefault(key, []).append(text)
+        if key in {_PARENT, _STATE, _BAGGAGE}:
+            found.setdefault(key, []).append(_text(value))
     context = Context()
+    if not found:
+        return context
     if len(",".join(found.get(_STATE, ()))) > _MAX_STATE_CHARS:
+        malformed[_STATE] += 1
         del found[_STATE]
-    if len(found.get(_PARENT, ())) == 1:
-        context = _tracecontext.extract(found, context)
-    entries = ",".join(found.get(_BAGGAGE, ()))
-    if entries and len(entries) <= _MAX_BAGGAGE_CHARS:
+    if parents := found.get(_PARENT):
+        if len(parents) == 1:
+            context = _tracecontext.extract(found, context)
+        if not context:
+            malformed[_PARENT] += 1
+    if _BAGGAGE in found:
+        context = _with_baggage(context, ",".join(found[_BAGGAGE]))
+    return context
+
+
+def _with_baggage(context: Context, entries: str) -> Context:
+    if len(entries) <= _MAX_BAGGAGE_CHARS:
         context = _baggage.extract({_BAGGAGE: entries}, context)
+    # The propagator leaves out what it cannot read, and does not say so.
+    if len(baggage.get_all(context)) < sum(bool(entry.strip()) for entry in entries.split(",")):
+        malformed[_BAGGAGE] += 1
     return context
 
 
@@ -231,99 +253,10 @@ def wall_from_monotonic(monotonic_s: float) -> float:
     return time.time() - (time.monotonic() - monotonic_s)
 
 
-@dataclass(frozen=True)
-class PhaseBounds:
-    """Where one phase ends the next begins; epoch nanoseconds, never decreasing."""
-
-    queue_start_ns: int
-    prefill_start_ns: int
-    decode_start_ns: int
-    decode_end_ns: int
-
-
-def phase_bounds(
-    arrival_ns: int, durations_s: tuple[float, float, float], *, earliest_ns: int, latest_ns: int
-) -> PhaseBounds:
-    """Lay queue, prefill and decode end to end from the arrival, within [earliest, latest].
-
-    Clocks of two processes may disagree: phases that would stick out are moved back in whole,
-    and shortened from the end only when they are longer than the window.
-    """
-    latest_ns = max(latest_ns, earliest_ns)
-    window_ns = latest_ns - earliest_ns
-    lengths = [_clamped_ns(seconds, window_ns) for seconds in durations_s]
-    first = max(min(arrival_ns, latest_ns - sum(lengths)), earliest_ns)
-    prefill = min(first + lengths[0], latest_ns)
-    decode = min(prefill + lengths[1], latest_ns)
-    return PhaseBounds(first, prefill, decode, min(decode + lengths[2], latest_ns))
-
-
-def record_engine_times(
-    tracer: Tracer,
-    parent: Context,
-    *,
-    arrival_wall_s: float,
-    queue_s: float,
-    prefill_s: float | None,
-    decode_s: float | None,
-    prefill_attributes: Mapping[str, AttributeValue] | None = None,
-    decode_attributes: Mapping[str, AttributeValue] | None = None,
-    prefill_links: Sequence[Link] = (),
-) -> None:
-    """Add queue, prefill and decode spans below `parent` after the fact; call it before that ends.
-
-    Args:
-        arrival_wall_s: when the engine queued the request, seconds since the epoch
-            (`wall_from_monotonic` converts the engine's readings).
-        queue_s, prefill_s, decode_s: the engine's durations. None: the request never got to that
-            phase, which then has no span. Decode runs from the first token to the last; both are
-            events on it.
-        prefill_links: the shards' spans of the engine step in which the prefill began.
-    """
-    owner = trace.get_current_span(parent)
-    if not owner.get_span_context().trace_flags.sampled:
-        return
-    now_ns = time.time_ns()
-    known = owner if isinstance(owner, ReadableSpan) else None
-    earliest_ns = (known.start_time if known else None) or 0
-    latest_ns = (known.end_time if known else None) or now_ns
-    arrival_ns = round(arrival_wall_s * 1e9) if math.isfinite(arrival_wall_s * 1e9) else latest_ns
-    durations = (queue_s, prefill_s or 0.0, decode_s or 0.0)
-    at = phase_bounds(arrival_ns, durations, earliest_ns=earliest_ns, latest_ns=latest_ns)
-
-    phases: list[tuple[str, int, int, float, Mapping[str, AttributeValue] | None]] = [
-        (REPLICA_QUEUE, at.queue_start_ns, at.prefill_start_ns, queue_s, None)
-    ]
-    if prefill_s is not None:
-        phases.append(
-            (REPLICA_PREFILL, at.prefill_start_ns, at.decode_start_ns, prefill_s, prefill_attributes)
-        )
-    if decode_s is not None:
-        phases.append((REPLICA_DECODE, at.decode_start_ns, at.decode_end_ns, decode_s, decode_attributes))
-    for name, start_ns, end_ns, measured_s, attributes in phases:
-        links = prefill_links if name == REPLICA_PREFILL else ()
-        span = start(tracer, name, parent, attributes=attributes, links=links, start_ns=start_ns)
-        if end_ns - start_ns != _clamped_ns(measured_s, None):
-            span.set_attribute(MEASURED_S, measured_s)
-        if name == REPLICA_DECODE:
-            span.add_event(FIRST_TOKEN, timestamp=start_ns)
-            span.add_event(LAST_TOKEN, timestamp=end_ns)
-        finish(span, end_ns=end_ns)
-
-
-def _clamped_ns(seconds: float, most_ns: int | None) -> int:
-    """Nanoseconds, 0 for what is no duration, at most `most_ns`."""
-    nanoseconds = seconds * 1e9
-    if not nanoseconds > 0:  # also false for NaN
-        return 0
-    if math.isinf(nanoseconds):
-        return most_ns or 0
-    return round(nanoseconds) if most_ns is None else min(round(nanoseconds), most_ns)
-
-
-def _text(value: str | bytes) -> str | None:
+def _text(value: str | bytes) -> str:
+    """A header's value; one that is not ASCII becomes one that is refused."""
     try:
         text = value.decode("ascii") if isinstance(value, bytes) else value
     except UnicodeDecodeError:
-        return None
-    return text if text.isascii() else None
+        return _UNREADABLE
+    return text if text.isascii() else _UNREADABLE

@@ -21,16 +21,18 @@ from vllm import envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerHandle
 
+from telemetry.logs import configure_logging
 from workers.placement import CONFIG_KEY, ReplicaPlacement, ShardSlot
 from workers.queues import sleep_instead_of_spinning
 from workers.shard_actor import ShardActor
+from workers.step_tracing import TELEMETRY_KEY
 
 # What a shard inherits from the EngineCore, where its host does not say otherwise.
 _INHERITED = ("VLLM_", "NCCL_", "GLOO_", "HF_", "TORCH", "KMP_")
 _NOT_INHERITED = ("VLLM_HOST_IP", "VLLM_DIST_IDENT")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 # Read when the process starts, so Ray must set it; Ray logs it, so nothing secret may be in it.
-_AT_START = ("LD_PRELOAD", "VLLM_LOGGING_LEVEL", "KVORUM_CLUSTER_ID")
+_AT_START = ("LD_PRELOAD", "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "KVORUM_CLUSTER_ID")
 _PARENT_CHECK_S = 0.5
 
 
@@ -47,6 +49,8 @@ class RayShardExecutor(RayExecutorV2):
         self.shutting_down = False
         self.shutdown_lock = threading.Lock()
         self.placement = ReplicaPlacement.from_config(self.vllm_config.additional_config[CONFIG_KEY])
+        if (telemetry := self.vllm_config.additional_config.get(TELEMETRY_KEY)) is not None:
+            configure_logging("kvorum.engine", format=telemetry["log_format"])
         self._get_parallel_sizes()
         if self.world_size != len(self.placement.slots):
             raise ValueError(f"{self.world_size} ranks but {len(self.placement.slots)} slots were reserved")

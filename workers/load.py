@@ -48,6 +48,11 @@ class LoadRecorder:
         load.decode_step_ms = self._speed.decode_step_ms
         return load
 
+    @property
+    def last_step(self) -> common_pb2.ReplicaLoad:
+        """What vLLM's last step told, and goes on telling: its numbers may be read from any thread."""
+        return self._load
+
     def forget_speeds(self) -> None:
         """What was measured until now is not typical."""
         self._speed = StepSpeed()

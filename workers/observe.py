@@ -1,24 +1,43 @@
-"""What tracing may see of a request at the replica; the default sees nothing."""
+"""What tracing and metrics may see of a request at the replica; the default sees nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
-
-from vllm.outputs import RequestOutput
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from protos import common_pb2, replica_pb2
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import RequestStateStats
+
 Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(slots=True)
+class Sent:
+    """What has become of a request so far; its stream keeps it up to date, so that observers need no call
+    per token.
+
+    Attributes:
+        accepted: it was not refused, the engine has it.
+        first_at: when the first message was made, by time.monotonic(); 0 before.
+        times: the engine's own readings, which go on changing.
+    """
+
+    prompt_tokens: int
+    accepted: bool = False
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reasons: list[common_pb2.FinishReason.ValueType] = field(default_factory=list)
+    first_at: float = 0.0
+    times: RequestStateStats | None = None
 
 
 class GenerateScope(Protocol):
     """One request's life at this replica."""
 
-    def step(self, response: common_pb2.GenerateResponse, output: RequestOutput) -> None:
-        """One message is about to be sent."""
-
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None, sent: Sent) -> None:
         """The request is over; called exactly once, whatever happened."""
 
 

@@ -19,7 +19,9 @@ from grpc_reflection.v1alpha import reflection
 from protos import admin_pb2, blockkeys, common_pb2, replica_pb2, replica_pb2_grpc
 from protos.channels import bind, create_server
 from protos.tickets import TicketCheck
+from telemetry import spans
 from telemetry.config import TelemetryConfig
+from telemetry.host import watch_host
 from telemetry.logs import configure_logging
 from telemetry.setup import configure
 from workers.checkpoint import prepare
@@ -65,11 +67,14 @@ class ReplicaActor:
     """Hosts one engine in a Ray actor. `start`, then `wait_closed` until the engine or we are done."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        configure_logging("kvorum.replica")
+        configure_logging("kvorum.replica", format=spec.telemetry.log_format)
+        if spec.telemetry.log_format == "json":  # vLLM's records, and those of the processes it starts
+            os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         self._spec = spec
         placement = spec.placement
+        facts: dict[str, str | int] = {spans.REPLICA: placement.replica, spans.EPOCH: placement.epoch}
         self._telemetry = configure(
-            "kvorum.replica", f"{placement.replica}/{placement.epoch}", spec.telemetry
+            "kvorum.replica", f"{placement.replica}/{placement.epoch}", spec.telemetry, facts
         )
         self._servicer: ReplicaServicer | None = None
         self._engine: Engine | None = None
@@ -81,6 +86,7 @@ class ReplicaActor:
         """Prepare the checkpoint on this host, load the engine, warm it up and listen."""
         from workers.engine import Engine  # noqa: PLC0415
         from workers.feed import HEARTBEAT_S  # noqa: PLC0415
+        from workers.metrics import MeasuringObserver, ReplicaMetrics  # noqa: PLC0415
         from workers.servicer import ReplicaServicer  # noqa: PLC0415
         from workers.tracing import ReplicaTracing  # noqa: PLC0415
 
@@ -89,7 +95,7 @@ class ReplicaActor:
         pin_process(spec.placement.front_cores)  # before the EngineCore is spawned, which inherits it
         prepared = await asyncio.to_thread(prepare, spec.engine.model, spec.engine.tensor_parallel_size)
         self._engine = Engine(spec.engine, prepared, spec.placement, spec.telemetry)
-        info = self._engine.start()
+        info, load = self._engine.start(), self._engine.load
         if spec.placement.front_cores:
             # It plans a step while the shards' cores idle. On the front cores alone it would wait there for
             # those who stream the last step's tokens, and the shards for it.
@@ -110,12 +116,12 @@ class ReplicaActor:
         snapshot = replica_pb2.ReplicaSnapshot(
             replica=spec.placement.replica, model=model, heartbeat_s=HEARTBEAT_S, key_scheme=blockkeys.SCHEME
         )
-        self._servicer = ReplicaServicer(
-            self._engine,
-            snapshot,
-            spec.placement.epoch,
+        watch_host(self._telemetry.meters)
+        observer = MeasuringObserver(
             ReplicaTracing(self._telemetry, spec.placement, model.name),
+            ReplicaMetrics(self._telemetry.meters, model.name, lambda: load.last_step),
         )
+        self._servicer = ReplicaServicer(self._engine, snapshot, spec.placement.epoch, observer)
         await self._listen(model, info)
         self._closed = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch_engine())

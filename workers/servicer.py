@@ -1,9 +1,10 @@
-"""The replica's gRPC face: Generate, WatchReplica, Drain."""
+"""The replica's gRPC face: Generate, WatchReplica, Drain, GetMetrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,9 @@ from protos import common_pb2, replica_pb2, replica_pb2_grpc
 from protos.errors import KvorumError, invalid, to_status
 from workers.accepted import Acceptance
 from workers.engine import Engine
+from workers.engine_metrics import engine_metrics
 from workers.feed import UpdateFeed
-from workers.observe import GenerateObserver
+from workers.observe import GenerateObserver, Sent
 from workers.translate import fill_prompt_logprobs, to_response
 
 log = logging.getLogger(__name__)
@@ -53,23 +55,22 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         assert task is not None
         self._running.add(task)
         self._idle.clear()
-        scope = None
+        scope, stream = None, _Stream(request)
         try:
             scope = self._observer.start(request, context.invocation_metadata() or ())
             with self._accept(request) as accepted:
-                stream = _Stream(request)
+                stream.sent.accepted = True
                 async for output in self._engine.generate(request):
                     accepted.first_token()
                     response = stream.respond(output)
                     _raise_failed(request, response)
-                    scope.step(response, output)
                     yield response
-            scope.finish(None)
+            scope.finish(None, stream.sent)
         except BaseException as error:
             # A cancelled call ends here too; the engine has already been told to abort.
             refused = _as_refusal(error)
             if scope is not None:
-                scope.finish(refused or error)
+                scope.finish(refused or error, stream.sent)
             if refused is None:
                 raise
             if isinstance(error, asyncio.CancelledError):
@@ -115,6 +116,11 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     ) -> replica_pb2.DrainResponse:
         return replica_pb2.DrainResponse(aborted=await self.drain(request.grace_s))
 
+    async def GetMetrics(  # noqa: N802
+        self, request: replica_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> replica_pb2.GetMetricsResponse:
+        return replica_pb2.GetMetricsResponse(text=await asyncio.to_thread(engine_metrics))
+
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests and wait for the running ones; returns how many were cut off."""
         self._feed.draining = True
@@ -159,30 +165,34 @@ def _draining() -> KvorumError:
 
 
 class _Stream:
-    """Adds to one request's messages what only the first and the last carry."""
+    """Adds to one request's messages what only the first and the last carry; keeps account of all."""
 
     def __init__(self, request: replica_pb2.ReplicaGenerateRequest) -> None:
         self._request = request
-        self._first = True
-        self._generated = 0
-        self._cached = 0
+        self.sent = Sent(len(request.prompt_token_ids))
 
     def respond(self, output: RequestOutput) -> common_pb2.GenerateResponse:
-        response = to_response(output)
-        self._generated += sum(len(choice.token_ids) for choice in response.choices)
-        if self._first:
-            self._cached = output.num_cached_tokens or 0
+        response, sent, times = to_response(output), self.sent, output.metrics
+        sent.times = times
+        for choice in response.choices:
+            sent.generated_tokens += len(choice.token_ids)
+            if choice.finish_reason:
+                sent.finish_reasons.append(choice.finish_reason)
+        first, finished = not sent.first_at, output.finished
+        if not (first or finished):
+            return response
+        if first:
+            sent.first_at = time.monotonic()
             if output.prompt_logprobs is not None:
                 fill_prompt_logprobs(response, self._request.prompt_token_ids, output.prompt_logprobs)
-        if self._first or output.finished:
-            response.usage.prompt_tokens = len(self._request.prompt_token_ids)
-            response.usage.cached_tokens = max(self._cached, output.num_cached_tokens or 0)
-            response.usage.completion_tokens = self._generated
-            if output.num_cache_creation_tokens is not None:
-                response.usage.cache_creation_tokens = output.num_cache_creation_tokens
-        if (self._first or output.finished) and (times := output.metrics) is not None:
+        sent.cached_tokens = max(sent.cached_tokens, output.num_cached_tokens or 0)
+        usage = response.usage
+        usage.prompt_tokens, usage.cached_tokens = sent.prompt_tokens, sent.cached_tokens
+        usage.completion_tokens = sent.generated_tokens
+        if output.num_cache_creation_tokens is not None:
+            usage.cache_creation_tokens = output.num_cache_creation_tokens
+        if times is not None:
             response.times.queue = max(0.0, times.scheduled_ts - times.queued_ts)
             response.times.prefill = max(0.0, times.first_token_ts - times.scheduled_ts)
             response.times.decode = max(0.0, times.last_token_ts - times.first_token_ts)
-        self._first = False
         return response

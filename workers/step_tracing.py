@@ -20,6 +20,7 @@ from opentelemetry.trace import Link
 
 from telemetry import spans
 from telemetry.config import TelemetryConfig
+from telemetry.logs import configure_logging
 from telemetry.setup import Telemetry, configure
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ def build(values: Mapping[str, Any] | None, placement: ReplicaPlacement, rank: i
             spans.RANK: rank,
         }
         try:
-            telemetry = configure(SERVICE, instance, TelemetryConfig.model_validate(values), facts)
+            config = TelemetryConfig.model_validate(values)
+            configure_logging(SERVICE, format=config.log_format)
+            telemetry = configure(SERVICE, instance, config, facts)
             telemetry.start()  # its threads must not inherit the pin of the thread that computes
         except Exception as error:  # the libraries have no common error for malformed OTEL_* values
             log.warning("no telemetry of rank %d, check OTEL_*: %s", rank, error)
@@ -121,8 +124,7 @@ def build(values: Mapping[str, Any] | None, placement: ReplicaPlacement, rank: i
 class StepTracing:
     """A StepObserver: durations of every step as metrics, prefill steps of sampled requests as spans.
 
-    Replica, epoch and rank are attributes of the process's resource: as attributes of each measurement
-    they would cost the computing thread a third more.
+    Replica, epoch and rank are attributes of the process's resource.
     """
 
     def __init__(self, telemetry: Telemetry, placement: ReplicaPlacement, rank: int) -> None:
@@ -133,10 +135,9 @@ class StepTracing:
         self._records_spans = telemetry.provider is not None and telemetry.config.step_ratio > 0
         self._requests: OrderedDict[str, _Steps | None] = OrderedDict()
         self._failed = False
-        self._attributes: dict[int, dict[str, AttributeValue]] = {}
         self._duration, self._all_reduce, self._exposed = (
-            telemetry.meters.meter.create_histogram(
-                name, "s", about, explicit_bucket_boundaries_advisory=_STEP_S
+            telemetry.meters.histogram(
+                name, "s", about, bounds=_STEP_S, keys=(spans.STEP_PATH, spans.STEP_CHUNKS)
             )
             for name, about in (
                 ("kvorum.shard.step.duration", "forward pass of one engine step"),
@@ -163,15 +164,12 @@ class StepTracing:
         self._telemetry.shutdown()
 
     def _measure(self, record: StepRecord) -> None:
-        attributes = self._attributes.get(record.chunks)
-        if attributes is None:
-            attributes = {spans.STEP_PATH: _path(record.chunks), spans.STEP_CHUNKS: record.chunks}
-            self._attributes[record.chunks] = attributes
-        self._duration.record(record.forward_s, attributes)
+        path, chunks = _path(record.chunks), record.chunks
+        self._duration.record(record.forward_s, path, chunks)
         if record.all_reduce_s is not None:
-            self._all_reduce.record(record.all_reduce_s, attributes)
+            self._all_reduce.record(record.all_reduce_s, path, chunks)
         if record.exposed_s is not None:
-            self._exposed.record(record.exposed_s, attributes)
+            self._exposed.record(record.exposed_s, path, chunks)
 
     def _record_spans(self, record: StepRecord) -> None:
         common: dict[str, AttributeValue] | None = None

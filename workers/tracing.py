@@ -1,112 +1,110 @@
-"""Spans of a request at the replica: generate, and the engine's queue, prefill and decode below it."""
+"""Spans of a request at the replica: generate, and the engine's queue, prefill and decode below it.
+
+They are written when the request is over; before, there are only the ids of the first.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, SpanKind, Tracer
+from opentelemetry.trace import SpanKind
+from opentelemetry.util.types import AttributeValue
 
 from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError
 from telemetry import spans
+from telemetry.logs import speak_of
+from telemetry.phases import record_engine_times
 from telemetry.setup import Telemetry
 from workers import step_tracing
+from workers.observe import GenerateScope, Metadata, Sent
 from workers.placement import ReplicaPlacement
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
-    from workers.observe import GenerateScope, Metadata
 
 
 class ReplicaTracing:
-    """A GenerateObserver that records OpenTelemetry spans."""
+    """A GenerateObserver that records spans; those still open when `telemetry` ends have failed."""
 
     def __init__(self, telemetry: Telemetry, placement: ReplicaPlacement, model: str) -> None:
-        self._telemetry = telemetry
-        self._placement = placement
-        self._fixed = {
+        self.telemetry, self.placement = telemetry, placement
+        self.fixed: dict[str, AttributeValue] = {
             spans.GEN_AI_OPERATION_NAME: "text_completion",
             spans.GEN_AI_PROVIDER_NAME: "kvorum",
             spans.GEN_AI_REQUEST_MODEL: model,
             spans.REPLICA: placement.replica,
             spans.EPOCH: placement.epoch,
         }
+        self._open: set[_Scope] = set()
+        telemetry.at_shutdown(self._abandon)
 
     def start(self, request: replica_pb2.ReplicaGenerateRequest, metadata: Metadata) -> GenerateScope:
         """Open the span below the router's attempt."""
-        attributes: dict[str, str | int | float] = {
-            **self._fixed,
-            spans.REQUEST_ID: request.request_id,
-            spans.GEN_AI_USAGE_INPUT_TOKENS: len(request.prompt_token_ids),
-        }
-        sampling = request.sampling
-        if sampling.HasField("max_tokens"):
-            attributes[spans.GEN_AI_REQUEST_MAX_TOKENS] = sampling.max_tokens
-        if sampling.HasField("temperature"):
-            attributes[spans.GEN_AI_REQUEST_TEMPERATURE] = sampling.temperature
-        steps = step_tracing.links(self._telemetry, self._placement, request.request_id, sampling.n)
-        prompt_tokens = len(request.prompt_token_ids)
-        return _Scope(self._telemetry.tracer, spans.extract(metadata), attributes, prompt_tokens, steps)
+        scope = _Scope(self, request, spans.extract(metadata), self._open.discard)
+        self._open.add(scope)
+        return scope
+
+    def _abandon(self) -> None:
+        for scope in list(self._open):
+            scope.abandon()
 
 
 class _Scope:
     def __init__(
         self,
-        tracer: Tracer,
+        owner: ReplicaTracing,
+        request: replica_pb2.ReplicaGenerateRequest,
         parent: Context,
-        attributes: dict[str, str | int | float],
-        prompt_tokens: int,
-        steps: Sequence[Link],
+        over: Callable[[_Scope], None],
     ) -> None:
-        self._tracer = tracer
-        self._parent = parent
-        self._span = spans.start(
-            tracer, spans.REPLICA_GENERATE, parent, kind=SpanKind.SERVER, attributes=attributes
-        )
-        self._recording = self._span.is_recording()
+        self._owner, self._request, self._parent, self._over = owner, request, parent, over
+        self._span = spans.start(owner.telemetry.tracer, spans.REPLICA_GENERATE, parent, kind=SpanKind.SERVER)
         self._arrived = time.time()
-        self._prompt_tokens = prompt_tokens
-        self._steps = steps
-        self._cached = 0
-        self._generated = 0
-        self._reasons: list[str] = []
-        self._last: RequestOutput | None = None
+        speak_of(request.request_id, self._span.get_span_context())
 
-    def step(self, response: common_pb2.GenerateResponse, output: RequestOutput) -> None:
-        """Remember what the last span needs; nothing is recorded per token."""
-        if not self._recording:
-            return
-        self._last = output
-        if response.HasField("usage"):
-            self._cached = response.usage.cached_tokens
-        for choice in response.choices:
-            self._generated += len(choice.token_ids)
-            if choice.finish_reason:
-                self._reasons.append(common_pb2.FinishReason.Name(choice.finish_reason).lower())
-
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None, sent: Sent) -> None:
         """Record the engine's phases and end the span."""
-        if self._recording:
-            self._record_phases()
-            self._span.set_attribute(spans.GEN_AI_USAGE_OUTPUT_TOKENS, self._generated)
-            self._span.set_attribute(spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, self._cached)
-            if self._reasons:
-                self._span.set_attribute(spans.GEN_AI_RESPONSE_FINISH_REASONS, self._reasons)
+        self._over(self)
+        if self._span.is_recording():
+            if sent.accepted:
+                self._record_phases(sent)
+            self._span.set_attributes(self._attributes(sent))
         message = error.message if isinstance(error, KvorumError) else ""
         reason = common_pb2.Reason.Name(error.reason) if isinstance(error, KvorumError) else error
         spans.finish(self._span, reason, message)
 
-    def _record_phases(self) -> None:
-        times = self._last.metrics if self._last is not None else None
-        context = spans.below(self._span, self._parent)
-        computed = self._prompt_tokens - self._cached
+    def abandon(self) -> None:
+        """The process ends amid the request, and knows no more of it."""
+        self._over(self)
+        if self._span.is_recording():
+            self._span.set_attributes(self._attributes(Sent(len(self._request.prompt_token_ids))))
+        lost = common_pb2.Reason.Name(common_pb2.REPLICA_LOST)
+        spans.finish(self._span, lost, "the replica's process ended amid this request")
+
+    def _attributes(self, sent: Sent) -> dict[str, AttributeValue]:
+        request, sampling = self._request, self._request.sampling
+        told = {
+            **self._owner.fixed,
+            spans.REQUEST_ID: request.request_id,
+            spans.GEN_AI_USAGE_INPUT_TOKENS: sent.prompt_tokens,
+            spans.GEN_AI_USAGE_OUTPUT_TOKENS: sent.generated_tokens,
+            spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: sent.cached_tokens,
+        }
+        if sampling.HasField("max_tokens"):
+            told[spans.GEN_AI_REQUEST_MAX_TOKENS] = sampling.max_tokens
+        if sampling.HasField("temperature"):
+            told[spans.GEN_AI_REQUEST_TEMPERATURE] = sampling.temperature
+        if sent.finish_reasons:
+            names = [common_pb2.FinishReason.Name(reason).lower() for reason in sent.finish_reasons]
+            told[spans.GEN_AI_RESPONSE_FINISH_REASONS] = names
+        return told
+
+    def _record_phases(self, sent: Sent) -> None:
+        owner, times = self._owner, sent.times
+        tracer, context = owner.telemetry.tracer, spans.below(self._span, self._parent)
         if times is None:  # ended before its first token: all of it was waiting, as far as we know
-            spans.record_engine_times(
-                self._tracer,
+            record_engine_times(
+                tracer,
                 context,
                 arrival_wall_s=self._arrived,
                 queue_s=time.time() - self._arrived,
@@ -114,18 +112,22 @@ class _Scope:
                 decode_s=None,
             )
             return
-        spans.record_engine_times(
-            self._tracer,
+        computed = sent.prompt_tokens - sent.cached_tokens
+        # A shard takes a single token for a decode step.
+        links = computed > 1 and step_tracing.links(
+            owner.telemetry, owner.placement, self._request.request_id, self._request.sampling.n
+        )
+        record_engine_times(
+            tracer,
             context,
             arrival_wall_s=spans.wall_from_monotonic(times.queued_ts),
             queue_s=max(0.0, times.scheduled_ts - times.queued_ts),
             prefill_s=max(0.0, times.first_token_ts - times.scheduled_ts),
             decode_s=max(0.0, times.last_token_ts - times.first_token_ts),
             prefill_attributes={
-                spans.CACHED_TOKENS: self._cached,
+                spans.CACHED_TOKENS: sent.cached_tokens,
                 spans.COMPUTED_TOKENS: computed,
             },
-            decode_attributes={spans.GEN_AI_USAGE_OUTPUT_TOKENS: self._generated},
-            # A shard takes a single token for a decode step.
-            prefill_links=self._steps if computed > 1 else (),
+            decode_attributes={spans.GEN_AI_USAGE_OUTPUT_TOKENS: sent.generated_tokens},
+            prefill_links=links or (),
         )

@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 
 from cluster.openai.failures import HttpFailure
 from protos import inference_pb2
+from telemetry.messages import Answers
 
 
 class Cancellable(Protocol):
@@ -26,8 +27,28 @@ class Cancellable(Protocol):
 
 
 @dataclass(slots=True)
+class Generated:
+    """What engines did for one HTTP request, over all of its prompts.
+
+    Attributes:
+        model: empty until something was sent to a router.
+        sequences: asked for so far.
+        first_at: when the first token was here, seconds since the epoch; 0 before.
+    """
+
+    model: str = ""
+    sequences: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    first_at: float = 0.0
+
+
+@dataclass(slots=True)
 class CallScope:
-    """One HTTP request. The engine client writes `failure`, `retry_after_s` and `running` for the edge.
+    """One HTTP request. The engine client writes `failure`, `retry_after_s`, `running`, `generated` and
+    `answers` for the edge.
 
     Attributes:
         request_id: printable ASCII, at most 128 characters; also what vLLM sees.
@@ -37,6 +58,7 @@ class CallScope:
         failure: why the engine's side refused or broke it.
         retry_after_s: when it makes sense to try again, seconds.
         running: streams from routers.
+        answers: collects what is generated; None unless that is to be recorded.
         understood: vLLM has made a request for an engine of it; what fails before is the request's fault.
     """
 
@@ -49,6 +71,8 @@ class CallScope:
     trace_id: str = ""
     failure: HttpFailure | None = None
     running: set[Cancellable] = field(default_factory=set)
+    generated: Generated = field(default_factory=Generated)
+    answers: Answers | None = None
     understood: bool = False
 
     def cancel(self) -> None:

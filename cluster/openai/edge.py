@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable
 from typing import Final
 
-from opentelemetry.trace import Span, SpanKind, Tracer
 from prometheus_client import Counter
 
 from cluster.openai import probes
@@ -17,14 +16,12 @@ from cluster.openai.call_scope import CallScope, entered
 from cluster.openai.exchange import MAX_BODY_BYTES, TOO_LARGE, Exchange
 from cluster.openai.failures import Api, HttpFailure
 from cluster.openai.keys import Keys
+from cluster.openai.observe import CLIENT_CLOSED, OTHER, HttpObserver
 from cluster.openai.probes import Standing
 from protos import inference_pb2
-from telemetry import spans
+from telemetry.setup import Telemetry
 
 log = logging.getLogger(__name__)
-
-CLIENT_CLOSED = 499
-"""nginx's status for a client that left before it had its answer."""
 
 _HEADERS: Final = frozenset(
     {
@@ -32,7 +29,6 @@ _HEADERS: Final = frozenset(
         b"x-session-id", b"x-tenant-id",
     }
 )  # fmt: skip
-_TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
 _CLASSES: Final = {"interactive": inference_pb2.INTERACTIVE, "batch": inference_pb2.BATCH}
 _MAX_ID_CHARS = 128
 _MAX_NAME_CHARS = 256
@@ -85,14 +81,14 @@ class Edge:
     def __init__(
         self,
         keys: Keys,
-        tracer: Tracer,
+        telemetry: Telemetry,
         app: Callable[[], App | None],
         standing: Callable[[], Standing],
         *,
         request_timeout_s: float,
         max_ongoing: int,
     ) -> None:
-        self._keys, self._tracer = keys, tracer
+        self._keys, self._observer = keys, HttpObserver(telemetry)
         self._app, self._standing = app, standing
         self._timeout_s, self._max_ongoing = request_timeout_s + _GRACE_S, max_ongoing
         self._generating = 0
@@ -111,9 +107,9 @@ class Edge:
         request_id = _request_id(headers.get(b"x-request-id", ""))
         call = CallScope(request_id, headers.get(b"x-tenant-id", ""), headers.get(b"x-session-id", ""))
         call.understood = scope["method"] != "POST"  # the others have nothing to misunderstand
-        span = self._open_span(path, scope, call)
+        record = self._observer.begin(scope, call, traced=path not in _UNTRACED)
         exchange = Exchange(call, Api.of(path), receive, send)
-        route = "other"
+        route = OTHER
         generating = scope["method"] == "POST" and path.startswith(_GENERATING)
         self._generating += generating
         try:
@@ -129,7 +125,7 @@ class Edge:
                 inner = _inner_scope(scope, request_id)
                 self._ongoing += 1
                 try:
-                    await self._serve(inner, call, exchange)
+                    await self._serve(inner, call, exchange, record.receiving(exchange.receive))
                 finally:
                     self._ongoing -= 1
                     route = getattr(inner.get("route"), "path", route)
@@ -138,9 +134,9 @@ class Edge:
             raise
         finally:
             self._generating -= generating
-            _count(route, span, exchange)
+            record.end(route, exchange, _count(route, exchange))
 
-    async def _serve(self, inner: Scope, call: CallScope, exchange: Exchange) -> None:
+    async def _serve(self, inner: Scope, call: CallScope, exchange: Exchange, receive: Receive) -> None:
         app = self._app()
         assert app is not None
         failure: HttpFailure | None = None
@@ -149,7 +145,7 @@ class Edge:
         try:
             with entered(call):
                 async with deadline:
-                    await app(inner, exchange.receive, exchange.send)
+                    await app(inner, receive, exchange.send)
             whole = not exchange.gone and not deadline.expired()
         except Exception as error:
             failure = call.failure
@@ -203,22 +199,6 @@ class Edge:
             return None
         return HttpFailure(503, f"{self._max_ongoing} requests are in flight at this ingress: try again")
 
-    def _open_span(self, path: str, scope: Scope, call: CallScope) -> Span | None:
-        if path in _UNTRACED:
-            return None
-        carried = [(name.decode(), value) for name, value in scope["headers"] if name in _TRACE_HEADERS]
-        caller = spans.extract(carried)
-        span = spans.start(
-            self._tracer,
-            spans.HTTP_REQUEST,
-            caller,
-            kind=SpanKind.SERVER,
-            attributes={spans.HTTP_METHOD: scope["method"], spans.REQUEST_ID: call.request_id},
-        )
-        call.context = spans.below(span, caller)
-        call.trace_id = spans.trace_id_hex(span)
-        return span
-
     async def _probe(self, path: str, method: str, send: Send) -> None:
         allowed = probes.methods(path)
         if method not in allowed:
@@ -262,21 +242,10 @@ async def _drain(refusal: HttpFailure, headers: dict[bytes, str], receive: Recei
         return
 
 
-def _count(route: str, span: Span | None, exchange: Exchange) -> None:
+def _count(route: str, exchange: Exchange) -> int:
+    """The status by which the request counts."""
     status = CLIENT_CLOSED if exchange.gone else exchange.status or 500
     _REQUESTS.labels(route, str(status)).inc()
     if exchange.broken is not None:
         _BROKEN.labels(route).inc()
-    if span is None:
-        return
-    span.set_attribute(spans.HTTP_STATUS, status)
-    if route != "other":
-        span.set_attribute(spans.HTTP_ROUTE, route)
-    if exchange.gone:
-        spans.finish(span, "cancelled", "the client left before it had the whole answer")
-    elif exchange.broken is not None:
-        spans.finish(span, str(exchange.broken.status), exchange.broken.message)
-    elif status >= 500:
-        spans.finish(span, str(status))
-    else:
-        spans.finish(span)
+    return status

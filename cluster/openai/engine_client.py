@@ -35,6 +35,9 @@ from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError
 from router.client import KvorumClient
 from telemetry import spans
+from telemetry.messages import Answers
+
+Messages = AsyncGenerator[common_pb2.GenerateResponse, None]
 
 _MAX_REQUEST_ID_CHARS = 128
 _RETRY_S = 1.0
@@ -166,6 +169,7 @@ class RouterEngineClient(EngineClient):
         self._running.setdefault(request_id, set()).add(running)
         if scope is not None:
             scope.running.add(running)
+            streams = _noted(scope, self._model, sampling_params.n, streams)
         try:
             async with aclosing(streams) as messages:
                 async for message in messages:
@@ -187,6 +191,7 @@ class RouterEngineClient(EngineClient):
             self._forget(request_id, running)
             if scope is not None:
                 scope.running.discard(running)
+                assembler.account(scope.generated)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End the running streams of these ids; they finish with the reason "abort"."""
@@ -328,6 +333,22 @@ def _options(
         options.tenant = scope.tenant
         options.service_class = scope.service_class
     return options
+
+
+def _noted(scope: CallScope, model: str, sequences: int, stream: Messages) -> Messages:
+    """A stream that is about to begin, where wanted one that `scope` overhears."""
+    generated, before = scope.generated, scope.generated.sequences
+    generated.model = model
+    generated.sequences += sequences
+    return stream if scope.answers is None else _overheard(stream, scope.answers, before)
+
+
+async def _overheard(stream: Messages, answers: Answers, before: int) -> Messages:
+    async with aclosing(stream) as messages:
+        async for message in messages:
+            for choice in message.choices:
+                answers.add(before + choice.index, choice.text)
+            yield message
 
 
 def _aborted(assembler: OutputAssembler) -> common_pb2.GenerateResponse:

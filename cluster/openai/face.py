@@ -78,7 +78,7 @@ class HttpFace:
         self._stopping = asyncio.Event()
         self._edge = Edge(
             Keys(settings.api_keys),
-            self._telemetry.tracer,
+            self._telemetry,
             lambda: self._app,
             lambda: self.standing,
             request_timeout_s=settings.request_timeout_s,

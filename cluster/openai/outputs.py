@@ -15,6 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.metrics.stats import RequestStateStats
 
+from cluster.openai.call_scope import Generated
 from protos import common_pb2
 
 _FINISH: dict[int, str] = {
@@ -97,6 +98,19 @@ class OutputAssembler:
             return [sequence.whole() for sequence, _ in touched]
         return [] if self._running else [sequence.whole() for sequence in self._sequences]
 
+    def account(self, total: Generated) -> None:
+        """Add what there was of this request to `total`."""
+        stats = self._stats
+        total.prompt_tokens += len(self._prompt_token_ids)
+        total.cached_tokens += self._cached_tokens
+        for sequence in self._sequences:
+            total.generated_tokens += sequence.generated
+            if sequence.finish_reason is not None:
+                total.finish_reasons.append(sequence.finish_reason)
+        if stats is not None:
+            first_at = stats.arrival_time + stats.first_token_latency
+            total.first_at = min(total.first_at or first_at, first_at)
+
     def unfinished(self) -> list[int]:
         """Indices of the sequences that have not had their finish reason."""
         return [index for index, sequence in enumerate(self._sequences) if not sequence.finished]
@@ -141,15 +155,15 @@ class _Sequence:
         self._sum: float | None = 0.0 if with_logprobs else None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._generated = 0
+        self.generated = 0
         self._logprobs: SampleLogprobs | None = create_sample_logprobs(self._flat) if with_logprobs else None
-        self._finish_reason: str | None = None
+        self.finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
     @property
     def finished(self) -> bool:
         """Whether it has had its finish reason."""
-        return self._finish_reason is not None
+        return self.finish_reason is not None
 
     def delta(self, choice: common_pb2.ChoiceDelta) -> CompletionOutput:
         """What this step added."""
@@ -173,9 +187,9 @@ class _Sequence:
 
     def _see(self, choice: common_pb2.ChoiceDelta) -> None:
         self.begun = True
-        self._generated += len(choice.token_ids)
+        self.generated += len(choice.token_ids)
         if choice.finish_reason:
-            self._finish_reason = _FINISH[choice.finish_reason]
+            self.finish_reason = _FINISH[choice.finish_reason]
             if choice.HasField("stop_string"):
                 self._stop_reason = choice.stop_string
             elif choice.HasField("stop_token_id"):
@@ -195,13 +209,13 @@ class _Sequence:
             token_ids=token_ids,
             cumulative_logprob=self._sum,
             logprobs=logprobs,
-            finish_reason=self._finish_reason,
+            finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
-            weight_versions=self._weights() if self._finish_reason else None,
+            weight_versions=self._weights() if self.finish_reason else None,
         )
 
     def _weights(self) -> list[WeightVersionSpan]:
-        return [WeightVersionSpan(_WEIGHTS, 0, self._generated)] if self._generated else []
+        return [WeightVersionSpan(_WEIGHTS, 0, self.generated)] if self.generated else []
 
 
 def _position(wire: common_pb2.PositionLogprobs, decoded: bool) -> dict[int, Logprob]:

@@ -12,10 +12,7 @@ class FakeObserver:
     def start(self, request: Any, metadata: Any) -> FakeObserver:
         return self
 
-    def step(self, response: Any, output: Any) -> None:
-        return
-
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None, sent: Any) -> None:
         return
 
 

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 from fakes_replica import FakeObserver
+from prometheus_client import REGISTRY, Gauge
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -151,3 +153,15 @@ async def test_a_draining_replica_finishes_what_it_has_and_refuses_the_rest(serv
         served.engine.permits.release()
     assert [len(message.choices) async for message in running] == [1, 1]
     assert await draining == 0
+
+
+async def test_vllms_own_metrics_are_told_as_prometheus_text(served: Served) -> None:
+    shown = Gauge("vllm:test_servicer", "about", ["engine"])
+    try:
+        shown.labels("0").set(7)
+        answer = await served.stub.GetMetrics(replica_pb2.GetMetricsRequest(), timeout=10)
+    finally:
+        REGISTRY.unregister(shown)
+    families = {family.name for family in text_string_to_metric_families(answer.text)}
+    assert "vllm:test_servicer" in families
+    assert all(name.startswith("vllm:") for name in families)

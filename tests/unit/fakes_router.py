@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from fakes_cluster import FakeController, FakeReplica, Script
 from fakes_tokenizer import FakeTokenizer
-from opentelemetry.metrics import Meter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -24,10 +23,14 @@ from router.blockhash import prompt_keys
 from router.client import KvorumClient
 from router.config import RouterConfig
 from router.group import ReplicaGroup
+from router.metrics import RouterMetrics
 from router.observe import Observer
 from router.server import RouterServer
 from router.tracing import TracingObserver
 from telemetry import spans
+from telemetry.config import TelemetryConfig
+from telemetry.metrics import Meters
+from telemetry.setup import Telemetry
 
 
 async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
@@ -110,7 +113,7 @@ async def running_stack(
     script: Script | None = None,
     token: str | None = None,
     observer: Observer | None = None,
-    meter: Meter | None = None,
+    metrics: RouterMetrics | None = None,
     routers: int = 1,
     **config: Any,
 ) -> AsyncIterator[Stack]:
@@ -133,7 +136,7 @@ async def running_stack(
             controller.address,
             token,
             observer=observer,
-            meter=meter,
+            metrics=metrics,
             make_tokenizer=make_tokenizer,
         )
         for _ in range(routers)
@@ -191,11 +194,12 @@ def small(name: str, sequences: int, script: Script) -> FakeReplica:
 class SpanRecorder:
     """A tracing observer whose finished spans can be looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.observer = TracingObserver(provider.get_tracer("test"))
+        self.telemetry = Telemetry(TelemetryConfig(**config), provider, {}, Meters.silent())
+        self.observer = TracingObserver(self.telemetry)
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.name == name]

@@ -12,7 +12,6 @@ from pathlib import Path
 from fakes_cluster import FakeReplica, Script, model_info
 from fakes_router import Stack, running_stack
 from fastapi import FastAPI
-from opentelemetry.trace import NoOpTracer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -23,6 +22,7 @@ from cluster.openai.probes import Standing
 from cluster.openai.router_health import RouterHealth
 from cluster.openai.settings import IngressSettings
 from protos import admin_pb2
+from telemetry.setup import Telemetry
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 128
@@ -90,7 +90,12 @@ async def running_face(
                 await health.wait_serving()
             ready = Standing("ready", 1.0, started=True, ready=True)
             edge = Edge(
-                Keys(()), NoOpTracer(), lambda: app, lambda: ready, request_timeout_s=20, max_ongoing=100
+                Keys(()),
+                Telemetry.silent(),
+                lambda: app,
+                lambda: ready,
+                request_timeout_s=20,
+                max_ongoing=100,
             )
             yield Face(edge, app, stack)
         finally:

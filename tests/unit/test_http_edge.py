@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import Any
+import time
 
 import pytest
 from fakes_http import EVENTS, FakeConnection, FakeServer, answers, asked, streams
+from fakes_metrics import FakeCollector
 from fakes_router import SpanRecorder
-from opentelemetry.trace import NoOpTracer, StatusCode
+from opentelemetry.trace import StatusCode
 from prometheus_client import REGISTRY
 
 from cluster.openai import call_scope, edge
@@ -21,6 +22,8 @@ from cluster.openai.keys import Keys
 from cluster.openai.probes import Standing
 from protos import inference_pb2
 from telemetry import spans
+from telemetry.config import TelemetryConfig
+from telemetry.setup import Telemetry
 
 CHAT = "/v1/chat/completions"
 READY = Standing("ready", 3.0, started=True, ready=True)
@@ -34,14 +37,14 @@ def an_edge(
     *,
     standing: Standing = READY,
     keys: tuple[str, ...] = (),
-    tracer: Any = None,
+    telemetry: Telemetry | None = None,
     timeout_s: float = 10.0,
     max_ongoing: int = 100,
 ) -> Edge:
     digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
     return Edge(
         Keys(digests),
-        tracer or NoOpTracer(),
+        telemetry or Telemetry.silent(),
         lambda: app,
         lambda: standing,
         request_timeout_s=timeout_s,
@@ -105,9 +108,8 @@ async def test_unfit_headers_are_refused_with_400(headers: dict[str, str]) -> No
 
 async def test_the_span_lies_below_the_callers_and_its_trace_id_is_told() -> None:
     recorder, found = SpanRecorder(), list[call_scope.CallScope]()
-    tracer = recorder.observer._tracer
     answer = await asked(
-        an_edge(remembering(found), tracer=tracer), CHAT, headers={"traceparent": TRACEPARENT}
+        an_edge(remembering(found), telemetry=recorder.telemetry), CHAT, headers={"traceparent": TRACEPARENT}
     )
     (span,) = recorder.named(spans.HTTP_REQUEST)
     assert span.parent is not None
@@ -265,7 +267,7 @@ async def test_a_client_that_leaves_ends_the_work_and_counts_as_499() -> None:
         await answers(200, None)(scope, receive, send)  # as FastAPI does for a handler that was cancelled
 
     before = counted(CHAT, edge.CLIENT_CLOSED)
-    connection = FakeConnection(CHAT).start(an_edge(FakeServer(generate), tracer=recorder.observer._tracer))
+    connection = FakeConnection(CHAT).start(an_edge(FakeServer(generate), telemetry=recorder.telemetry))
     connection.disconnect()
     await connection.done()
     assert ended.is_set()
@@ -322,7 +324,7 @@ async def test_a_broken_stream_marks_its_span_and_its_count() -> None:
     server = FakeServer(streams(b"data: {}\n\n", error, b"data: [DONE]\n\n"))
     label = {"route": "other"}
     before = REGISTRY.get_sample_value("kvorum_http_streams_broken_total", label) or 0.0
-    await asked(an_edge(server, tracer=recorder.observer._tracer), CHAT)
+    await asked(an_edge(server, telemetry=recorder.telemetry), CHAT)
     assert REGISTRY.get_sample_value("kvorum_http_streams_broken_total", label) == before + 1
     (span,) = recorder.named(spans.HTTP_REQUEST)
     assert span.status.status_code is StatusCode.ERROR
@@ -338,7 +340,7 @@ async def test_more_requests_than_the_limit_are_refused_counted_and_traced() -> 
             await gate.wait()
         await answers(200, {})(scope, receive, send)
 
-    face = an_edge(FakeServer(wait), keys=("k",), tracer=recorder.observer._tracer, max_ongoing=1)
+    face = an_edge(FakeServer(wait), keys=("k",), telemetry=recorder.telemetry, max_ongoing=1)
     key = {"x-api-key": "k"}
     running = FakeConnection(CHAT, headers=key).start(face)
     await asyncio.sleep(0)
@@ -445,3 +447,95 @@ def test_a_failure_has_the_shape_of_its_api() -> None:
     event = failure.event(Api.of("/v1/responses"), 7)
     assert event.startswith(b"event: error\ndata: ")
     assert b'"sequence_number": 7' in event
+
+
+async def test_the_span_of_a_generating_request_says_what_was_generated() -> None:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        call = call_scope.current()
+        assert call is not None
+        done = call.generated
+        done.model, done.prompt_tokens, done.generated_tokens, done.cached_tokens = "m", 9, 5, 4
+        done.finish_reasons.append("stop")
+        done.first_at = time.time()
+        await answers(200, {})(scope, receive, send)
+
+    for path, operation in ((CHAT, "chat"), ("/v1/completions", "text_completion")):
+        recorder = SpanRecorder()
+        await asked(
+            an_edge(FakeServer(serve), telemetry=recorder.telemetry), path, headers={"X-Tenant-Id": "acme"}
+        )
+        attributes = recorder.attributes(spans.HTTP_REQUEST)
+        assert attributes[spans.GEN_AI_OPERATION_NAME] == operation
+        assert attributes[spans.GEN_AI_PROVIDER_NAME] == "kvorum"
+        assert attributes[spans.GEN_AI_REQUEST_MODEL] == "m"
+        assert attributes[spans.GEN_AI_USAGE_INPUT_TOKENS] == 9
+        assert attributes[spans.GEN_AI_USAGE_OUTPUT_TOKENS] == 5
+        assert attributes[spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == 4
+        assert attributes[spans.GEN_AI_RESPONSE_FINISH_REASONS] == ("stop",)
+        assert 0 <= attributes[spans.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] < 5
+        assert attributes[spans.TENANT] == "acme"
+        assert spans.ERROR_TYPE not in attributes
+
+
+@pytest.mark.parametrize(("status", "failed"), [(400, False), (404, False), (429, False), (503, True)])
+async def test_every_refusal_has_an_error_type_and_only_ours_fail_the_span(status: int, failed: bool) -> None:
+    recorder = SpanRecorder()
+    await asked(an_edge(FakeServer(answers(status, {})), telemetry=recorder.telemetry), CHAT)
+    (span,) = recorder.named(spans.HTTP_REQUEST)
+    assert span.attributes is not None
+    assert span.attributes[spans.ERROR_TYPE] == str(status)
+    assert (span.status.status_code is StatusCode.ERROR) is failed
+
+
+async def test_requests_are_measured_by_route_and_status() -> None:
+    collector = FakeCollector()
+    face = an_edge(
+        FakeServer(answers(200, {})), telemetry=Telemetry(TelemetryConfig(), None, {}, collector.meters)
+    )
+    await asked(face, CHAT)
+    await asked(face, CHAT, headers={"X-Service-Class": "urgent"})
+    await asked(face, CHAT, method="BREW")
+    seen = {
+        (p.attributes[spans.HTTP_METHOD], p.attributes[spans.HTTP_STATUS], p.attributes.get(spans.ERROR_TYPE))
+        for p in collector.points("http.server.request.duration")
+    }
+    assert seen == {("POST", 200, None), ("POST", 400, "400"), ("_OTHER", 200, None)}
+
+
+async def test_prompts_are_recorded_only_when_asked_for() -> None:
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        call = call_scope.current()
+        assert call is not None
+        if call.answers is not None:
+            call.answers.add(0, "fine")
+        await answers(200, {})(scope, receive, send)
+
+    for wanted in (False, True):
+        recorder = SpanRecorder(record_prompts=wanted)
+        await asked(
+            an_edge(FakeServer(read), telemetry=recorder.telemetry),
+            CHAT,
+            body=b'{"messages": [{"role": "user", "content": "how are you"}]}',
+        )
+        attributes = recorder.attributes(spans.HTTP_REQUEST)
+        assert ("how are you" in str(attributes.get(spans.GEN_AI_INPUT_MESSAGES))) is wanted
+        assert ("fine" in str(attributes.get(spans.GEN_AI_OUTPUT_MESSAGES))) is wanted
+
+
+async def test_requests_that_outlive_the_process_end_with_it() -> None:
+    recorder, began = SpanRecorder(), asyncio.Event()
+
+    async def hang(scope: Scope, receive: Receive, send: Send) -> None:
+        began.set()
+        await asyncio.sleep(60)
+
+    running = asyncio.ensure_future(asked(an_edge(FakeServer(hang), telemetry=recorder.telemetry), CHAT))
+    await began.wait()
+    recorder.telemetry.shutdown()
+    (span,) = recorder.named(spans.HTTP_REQUEST)
+    assert span.status.status_code is StatusCode.ERROR
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(recorder.named(spans.HTTP_REQUEST)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from cluster.openai.refusals import Refused
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError
 from telemetry import spans
+from telemetry.messages import Answers
 
 LOST = KvorumError(grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the engine died")
 BUSY = KvorumError(
@@ -277,3 +279,19 @@ async def test_what_is_the_clusters_business_is_not_done_here() -> None:
             engine.encode({}, None, "q")
         with pytest.raises(NotImplementedError):
             await engine.sleep()
+
+
+async def test_the_http_request_is_told_what_was_generated_for_it() -> None:
+    times = common_pb2.EngineTimes(queue=0.001, prefill=0.002)
+    async with serving(Script(cached_tokens=1, times=times)) as (_, engine):
+        with entered(CallScope("id", answers=Answers(100))) as scope:
+            began = time.time()
+            await generated(engine)
+            await generated(engine, sampling=params(n=2))
+        done, answers = scope.generated, scope.answers
+    assert (done.model, done.sequences) == ("fake", 3)
+    assert (done.prompt_tokens, done.cached_tokens, done.generated_tokens) == (4, 2, 9)
+    assert done.finish_reasons == ["length"] * 3
+    assert began <= done.first_at <= time.time()
+    assert answers is not None
+    assert len(answers.messages()) == 3, "each sequence of each prompt is a message"

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from fakes_http import EVENTS, FakeConnection, FakeServer, answers, asked, streams
-from opentelemetry.trace import NoOpTracer
 
 from cluster.openai import call_scope, exchange
 from cluster.openai.asgi import App, Receive, Scope, Send
@@ -14,6 +13,7 @@ from cluster.openai.edge import Edge
 from cluster.openai.failures import HttpFailure
 from cluster.openai.keys import Keys
 from cluster.openai.probes import Standing
+from telemetry.setup import Telemetry
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 CHUNK = b'data: {"choices": [{"delta": {"content": "data: {\\"error\\""}}]}\n\n'
@@ -27,7 +27,9 @@ DELTA = b'event: response.output_text.delta\ndata: {"delta":"hi","sequence_numbe
 
 def edge(app: App) -> Edge:
     ready = Standing("ready", 1.0, started=True, ready=True)
-    return Edge(Keys(()), NoOpTracer(), lambda: app, lambda: ready, request_timeout_s=10.0, max_ongoing=10)
+    return Edge(
+        Keys(()), Telemetry.silent(), lambda: app, lambda: ready, request_timeout_s=10.0, max_ongoing=10
+    )
 
 
 def refusing(failure: HttpFailure, app: App, *, retry_after_s: float | None = None) -> App:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc
 import pytest
 from fakes_cluster import Script
-from fakes_router import SpanRecorder, eventually, running_stack
+from fakes_router import (
+    SpanRecorder,
+    assert_nothing_leaked,
+    collected,
+    eventually,
+    running_stack,
+    small,
+    started,
+)  # fmt: skip
 from opentelemetry.sdk.trace import ReadableSpan
+from test_lookaside import TOKEN
 
 from protos import common_pb2
 from protos.errors import KvorumError
+from router.client import KvorumClient
 from telemetry import spans
 
 LOST = KvorumError(grpc.StatusCode.UNAVAILABLE, common_pb2.REPLICA_LOST, "the engine died")
@@ -116,3 +127,143 @@ async def test_request_that_outlives_its_deadline_closes_its_span() -> None:
     request = record.request()
     assert request.attributes is not None
     assert request.attributes[spans.ERROR_TYPE] == "DEADLINE_EXCEEDED"
+
+
+def uncovered(record: SpanRecorder) -> float:
+    """Share of the request's span in which none of its children lasted."""
+    request = record.request()
+    assert request.context is not None
+    assert request.start_time is not None
+    assert request.end_time is not None
+    children = [
+        (span.start_time, span.end_time)
+        for span in record.exporter.get_finished_spans()
+        if span.parent is not None and span.parent.span_id == request.context.span_id
+    ]
+    covered, reached = 0, request.start_time
+    for start, end in sorted(children):  # type: ignore[type-var]
+        assert request.start_time <= start <= end <= request.end_time  # type: ignore[operator]
+        covered += max(end - max(start, reached), 0)  # type: ignore[operator]
+        reached = max(reached, end)  # type: ignore[type-var]
+    return 1 - covered / (request.end_time - request.start_time)
+
+
+async def test_children_cover_the_request_and_lie_within_it() -> None:
+    record = SpanRecorder()
+    gate = asyncio.Event()
+    async with running_stack(observer=record.observer, script=Script(gate=gate)) as stack:
+        running = asyncio.ensure_future(collected(stack.client, "word " * 400, max_tokens=3))
+        await eventually(lambda: bool(stack.replicas[0].seen))
+        await asyncio.sleep(0.1)
+        gate.set()
+        await running
+    assert uncovered(record) < 0.05
+
+
+async def test_forward_span_of_a_routed_stream_lasts_until_the_clients_report() -> None:
+    record = SpanRecorder()
+    gate = asyncio.Event()
+    async with (
+        running_stack(token=TOKEN, observer=record.observer, script=Script(gate=gate)) as stack,
+        KvorumClient(stack.address, lookaside=True) as client,
+    ):
+        running = asyncio.ensure_future(collected(client, [1, 2, 3], max_tokens=2))
+        await eventually(lambda: bool(stack.replicas[0].seen))
+        await asyncio.sleep(0.1)
+        assert record.named(spans.ROUTER_REQUEST) == []
+        gate.set()
+        await running
+        await eventually(lambda: len(record.named(spans.ROUTER_REQUEST)) == 1)
+    assert uncovered(record) < 0.05
+    (forward,) = record.named(spans.ROUTER_FORWARD)
+    assert forward.attributes is not None
+    assert forward.attributes[spans.OUTCOME] == "ok"
+    (event,) = forward.events
+    assert event.name == spans.FIRST_TOKEN
+    assert forward.start_time is not None
+    assert event.timestamp - forward.start_time > 90_000_000, "the client's own measure"
+
+
+async def test_request_refused_in_the_queue_has_its_wait_and_the_reason() -> None:
+    record = SpanRecorder()
+    only = small("r0", 1, Script(hang_after=0))
+    async with running_stack(replicas=0, extra=[only], observer=record.observer) as stack:
+        first = started(stack.client, [1])
+        await eventually(lambda: bool(stack.replicas[0].seen))
+        with pytest.raises(KvorumError):
+            await collected(stack.client, [2], timeout=0.3)
+        first.cancel()
+        await assert_nothing_leaked(stack.server)
+    outcomes = [(s.attributes or {})[spans.OUTCOME] for s in record.named(spans.ROUTER_REQUEST)]
+    assert sorted(outcomes) == ["cancelled", "refused"]  # type: ignore[type-var]
+    (admit,) = record.named(spans.ROUTER_ADMIT)
+    assert admit.attributes is not None
+    assert admit.attributes[spans.ERROR_TYPE] == "OVERLOADED"
+
+
+async def test_request_cancelled_in_the_queue_closes_its_span() -> None:
+    record = SpanRecorder()
+    only = small("r0", 1, Script(hang_after=0))
+    async with running_stack(replicas=0, extra=[only], observer=record.observer) as stack:
+        running = [started(stack.client, [1])]
+        await eventually(lambda: bool(stack.replicas[0].seen))
+        running.append(started(stack.client, [2]))
+        await eventually(lambda: len(stack.group.turnstile) == 1)
+        for task in reversed(running):
+            task.cancel()
+        await assert_nothing_leaked(stack.server)
+    assert [(s.attributes or {})[spans.OUTCOME] for s in record.named(spans.ROUTER_REQUEST)] == [
+        "cancelled"
+    ] * 2
+    (admit,) = record.named(spans.ROUTER_ADMIT)
+    assert admit.attributes is not None
+    assert admit.attributes[spans.ERROR_TYPE] == "cancelled"
+
+
+async def test_streams_that_outlive_their_router_end_with_it() -> None:
+    record = SpanRecorder()
+    async with running_stack(observer=record.observer, script=Script(hang_after=1)) as stack:
+        stream = stack.client.generate([1], max_tokens=5)
+        await anext(stream)
+        await asyncio.to_thread(record.telemetry.shutdown)
+        for name in (spans.ROUTER_REQUEST, spans.ROUTER_FORWARD):
+            assert record.attributes(name)[spans.ERROR_TYPE] == "ROUTER_DRAINING"
+        await stream.aclose()
+        await assert_nothing_leaked(stack.server)
+    assert len(record.named(spans.ROUTER_REQUEST)) == 1, "it ends once"
+
+
+async def test_prompts_and_answers_are_recorded_only_when_asked_for() -> None:
+    for wanted in (False, True):
+        record = SpanRecorder(record_prompts=wanted, max_attribute_chars=120)
+        async with running_stack(observer=record.observer) as stack:
+            messages = await collected(stack.client, "tell me " * 30, max_tokens=3)
+        answer = "".join(choice.text for message in messages for choice in message.choices)
+        attributes = record.attributes(spans.ROUTER_REQUEST)
+        assert (spans.GEN_AI_INPUT_MESSAGES in attributes) is wanted
+        if wanted:
+            asked = attributes[spans.GEN_AI_INPUT_MESSAGES]
+            assert len(asked) <= 120
+            assert json.loads(asked)[0]["parts"][0]["content"].startswith("tell me tell me")
+            told = json.loads(attributes[spans.GEN_AI_OUTPUT_MESSAGES])
+            assert told == [{"role": "assistant", "parts": [{"type": "text", "content": answer}]}]
+        else:
+            everything = " ".join(str(s.attributes) for s in record.exporter.get_finished_spans())
+            assert "tell me" not in everything
+
+
+async def test_time_to_first_token_of_a_request_counts_its_wait() -> None:
+    record = SpanRecorder()
+    gate = asyncio.Event()
+    async with running_stack(
+        replicas=0, extra=[small("r0", 1, Script(gate=gate))], observer=record.observer
+    ) as stack:
+        running = [started(stack.client, [1], max_tokens=1) for _ in range(2)]
+        await eventually(lambda: len(stack.group.turnstile) == 1)
+        await asyncio.sleep(0.15)
+        gate.set()
+        await asyncio.gather(*running)
+    for request in record.named(spans.ROUTER_REQUEST):
+        assert request.attributes is not None
+        assert request.attributes[spans.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] > 0.15  # type: ignore[operator]
+    assert len(record.named(spans.ROUTER_ADMIT)) == 1

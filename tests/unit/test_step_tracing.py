@@ -4,29 +4,28 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes_metrics import FakeCollector
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.metrics.export import HistogramDataPoint
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from protos import common_pb2, replica_pb2
+from protos import replica_pb2
 from telemetry import spans
 from telemetry.config import TelemetryConfig
-from telemetry.metrics import Meters
 from telemetry.record import StoredSpan
 from telemetry.setup import Telemetry, configure, open_store
 from telemetry.tree import render_text, with_linked
 from workers import step_tracing
+from workers.observe import Sent
 from workers.overlap.report import StepRecord
 from workers.placement import ReplicaPlacement, ShardSlot
 from workers.step_tracing import StepTrace, StepTracing, build, external_id, links
@@ -98,12 +97,10 @@ def serve(
         wire.sampling.n = sequences
     scope = ReplicaTracing(telemetry, PLACEMENT, "model").start(wire, [])
     now = time.monotonic()
-    times = SimpleNamespace(
+    times: Any = SimpleNamespace(
         queued_ts=now - 0.4, scheduled_ts=now - 0.3, first_token_ts=now - 0.2, last_token_ts=now
     )
-    response = common_pb2.GenerateResponse(usage=common_pb2.Usage(cached_tokens=cached))
-    scope.step(response, SimpleNamespace(metrics=times))
-    scope.finish(None)
+    scope.finish(None, Sent(prompt, accepted=True, cached_tokens=cached, first_at=now, times=times))
 
 
 def prefill_links(recorder: Recorder) -> set[tuple[int, int]]:
@@ -283,37 +280,30 @@ def test_other_spans_of_the_process_keep_ids_of_their_own() -> None:
     assert step[1] != other[1]
 
 
-@pytest.fixture
-def reader() -> Iterator[InMemoryMetricReader]:
-    reader = InMemoryMetricReader()
-    yield reader
-    reader.shutdown()
-
-
-def metering(reader: InMemoryMetricReader) -> StepTracing:
+def metering(reader: FakeCollector) -> StepTracing:
     config = TelemetryConfig(store="off")
-    return StepTracing(Telemetry(config, None, {}, Meters.to(reader, Resource.get_empty())), PLACEMENT, 0)
+    return StepTracing(Telemetry(config, None, {}, reader.meters), PLACEMENT, 0)
 
 
-def histograms(reader: InMemoryMetricReader) -> dict[tuple[str, str, int], tuple[int, float]]:
+def histograms(reader: FakeCollector) -> dict[tuple[str, str, int], tuple[int, float]]:
     """(count, sum) by instrument, path and chunks."""
-    data = reader.get_metrics_data()
-    assert data is not None
     found = {}
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+    for name, metric in reader.metrics().items():
         for point in metric.data.data_points:
+            if not isinstance(point, HistogramDataPoint):
+                continue
             attributes = point.attributes
-            assert isinstance(point, HistogramDataPoint)
             assert attributes is not None
             path, chunks = attributes[spans.STEP_PATH], attributes[spans.STEP_CHUNKS]
             assert isinstance(path, str)
             assert isinstance(chunks, int)
-            name = metric.name.removeprefix("kvorum.shard.step.")
-            found[name, path, chunks] = (point.count, round(point.sum, 6))
+            short = name.removeprefix("kvorum.shard.step.")
+            found[short, path, chunks] = (point.count, round(point.sum, 6))
     return found
 
 
-def test_every_step_is_measured_by_path_and_chunks(reader: InMemoryMetricReader) -> None:
+def test_every_step_is_measured_by_path_and_chunks() -> None:
+    reader = FakeCollector()
     shard = metering(reader)
     for number in range(3):
         shard.step(a_step(number, requests=(("a-00000000", 1),), chunks=1, exposed_s=0.06))
@@ -328,7 +318,8 @@ def test_every_step_is_measured_by_path_and_chunks(reader: InMemoryMetricReader)
     }
 
 
-def test_a_device_that_tells_no_all_reduce_has_only_durations(reader: InMemoryMetricReader) -> None:
+def test_a_device_that_tells_no_all_reduce_has_only_durations() -> None:
+    reader = FakeCollector()
     metering(reader).step(a_step(all_reduce_s=None, exposed_s=None))
     assert list(histograms(reader)) == [("duration", "overlapped", 4)]
 

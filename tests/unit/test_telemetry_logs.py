@@ -1,14 +1,16 @@
 """Log lines that can be found by their trace."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from telemetry import spans
-from telemetry.logs import configure_logging
+from telemetry.logs import configure_logging, speak_of
 
 tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
 
@@ -46,7 +48,38 @@ def test_a_text_record_is_one_line_and_cannot_forge_another(capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert "INFO    kvorum.router x: user \\x1b[2J said" in lines[0]
     assert lines[1].startswith("    12:00:00.000 ERROR"), "continuation lines are indented"
-    assert lines[1].endswith(f"trace={spans.trace_id_hex(span)}")
+    context = span.get_span_context()
+    assert lines[1].endswith(f" trace_id={spans.trace_id_hex(span)} span_id={context.span_id:016x}")
+
+
+async def test_records_of_a_requests_task_and_its_children_name_it_in_both_formats(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def serve(name: str, span: trace.SpanContext) -> None:
+        speak_of(name, span)
+        await asyncio.sleep(0)
+        await asyncio.create_task(work(name))
+
+    async def work(name: str) -> None:
+        logging.getLogger("x").info("about %s", name)
+
+    known = spans.elsewhere(0xA1, 0xB1)
+    configure_logging("kvorum.router", "info", "json")
+    await asyncio.gather(serve("first", known), serve("second", trace.INVALID_SPAN_CONTEXT))
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (first["request_id"], first["trace_id"], first["span_id"]) == (
+        "first",
+        f"{0xA1:032x}",
+        f"{0xB1:016x}",
+    )
+    assert second["request_id"] == "second"
+    assert "trace_id" not in second
+    configure_logging("kvorum.router", "info", "text")
+    await asyncio.create_task(serve("a\x1b[2J\nb" + "c" * 200, known))
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f" trace_id={0xA1:032x} span_id={0xB1:016x} request_id=a\\x1b[2J\\nb" in line
+    logging.getLogger("x").info("outside")
+    assert "request_id" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", ["text", "json"])

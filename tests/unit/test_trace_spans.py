@@ -1,6 +1,7 @@
 """Context over gRPC metadata, how spans end, and the engine's phases built after the fact."""
 
 import asyncio
+import collections
 import math
 import time
 
@@ -16,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes
 
-from telemetry import spans
+from telemetry import phases, spans
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -131,6 +132,27 @@ def test_no_metadata_makes_extract_raise(metadata: list[tuple[str, str | bytes]]
     assert isinstance(spans.extract(metadata), Context)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "counted"),
+    [
+        ([("traceparent", PARENT), ("tracestate", "a=1"), ("baggage", "a=1,b=2")], {}),
+        ([], {}),
+        ([("traceparent", "00-zz")], {"traceparent": 1}),
+        ([("traceparent", PARENT), ("traceparent", PARENT)], {"traceparent": 1}),
+        ([("traceparent", b"\xff")], {"traceparent": 1}),
+        ([("traceparent", PARENT), ("tracestate", "a=" + "b" * 600)], {"tracestate": 1}),
+        ([("baggage", "a=1,,nonsense")], {"baggage": 1}),
+        ([("baggage", "a=" + "b" * 3000)], {"baggage": 1}),
+    ],
+)
+def test_what_is_ignored_is_counted(
+    metadata: list[tuple[str, str | bytes]], counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "malformed", collections.Counter())
+    spans.extract(metadata)
+    assert spans.malformed == counted
+
+
 def test_extract_does_not_take_over_this_tasks_own_span(recorder: Recorder) -> None:
     with spans.recording(recorder.tracer, "mine"):
         assert spans.inject(spans.extract([])) == []
@@ -211,7 +233,7 @@ epoch_ns = st.integers(10**18, 2 * 10**18)
 def test_phases_stay_in_the_window_and_follow_each_other(
     arrival: int, durations: tuple[float, float, float], earliest: int, window: int
 ) -> None:
-    at = spans.phase_bounds(arrival, durations, earliest_ns=earliest, latest_ns=earliest + window)
+    at = phases.phase_bounds(arrival, durations, earliest_ns=earliest, latest_ns=earliest + window)
     edges = [at.queue_start_ns, at.prefill_start_ns, at.decode_start_ns, at.decode_end_ns]
     assert edges == sorted(edges)
     assert earliest <= edges[0]
@@ -224,7 +246,7 @@ def test_phases_keep_their_lengths_whenever_they_fit(
 ) -> None:
     lengths = [round(duration * 1e9) for duration in durations]
     latest = earliest + sum(lengths) + slack
-    at = spans.phase_bounds(arrival, durations, earliest_ns=earliest, latest_ns=latest)
+    at = phases.phase_bounds(arrival, durations, earliest_ns=earliest, latest_ns=latest)
     assert [
         at.prefill_start_ns - at.queue_start_ns,
         at.decode_start_ns - at.prefill_start_ns,
@@ -241,7 +263,7 @@ def engine_spans(
     begin_ns = time.time_ns() - round(age_s * 1e9)
     owner = spans.start(recorder.tracer, spans.REPLICA_GENERATE, start_ns=begin_ns)
     times.setdefault("arrival_wall_s", begin_ns / 1e9 + 1)
-    spans.record_engine_times(
+    phases.record_engine_times(
         recorder.tracer,
         spans.below(owner),
         prefill_attributes={spans.CACHED_TOKENS: 16},
@@ -308,7 +330,7 @@ def test_only_the_prefill_links_to_the_engine_steps(recorder: Recorder) -> None:
     begin_ns = time.time_ns() - 10**9
     owner = spans.start(recorder.tracer, spans.REPLICA_GENERATE, start_ns=begin_ns)
     step = spans.elsewhere(0xA1, 0xB1)
-    spans.record_engine_times(
+    phases.record_engine_times(
         recorder.tracer,
         spans.below(owner),
         arrival_wall_s=begin_ns / 1e9,
@@ -341,7 +363,7 @@ def test_a_request_that_never_left_the_queue_has_no_later_phases(recorder: Recor
 
 def test_engine_times_of_an_unsampled_request_record_nothing(recorder: Recorder) -> None:
     context = spans.extract([("traceparent", PARENT[:-1] + "0")])
-    spans.record_engine_times(
+    phases.record_engine_times(
         recorder.tracer, context, arrival_wall_s=time.time(), queue_s=1, prefill_s=1, decode_s=1
     )
     assert recorder.spans == {}
