@@ -12,7 +12,7 @@ NAME   ?= overhead
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup setup-dev demo test test-fast lint format protos lock bench clean
+.PHONY: help setup setup-dev setup-browser demo test test-fast lint format protos lock bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | column -t -s "$$(printf '\t')"
@@ -35,6 +35,10 @@ $(RUN_STAMP): | $(BIN)/python
 $(DEV_STAMP): $(RUN_STAMP)
 	$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/dev.lock
 	@rm -f $(VENV)/.dev-* && touch $@
+
+setup-browser:  ## install Chromium and promtool, Debian's, for the tests of the viewer's page and of deploy/ (root)
+	@command -v chromium >/dev/null && command -v promtool >/dev/null || { \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium prometheus; }
 
 demo: setup  ## start a cluster, stream prompts through it, stay up until Ctrl-C (ARGS=--once ends it)
 	@$(BIN)/kvorum demo $(ARGS)
