@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": ("cluster.cli_client", "Talk to the model"),
     "explain": ("cluster.cli_client", "Show which replica would serve a prompt, and why"),
     "trace": ("cluster.cli_trace", "Show where the time of a request went"),
+    "doctor": ("cluster.cli_doctor", "Name what slows a cluster down, and the setting to change"),
     "model": ("cluster.cli_model", "Prepare models and list them"),
     "router": ("cluster.cli_router", "Run one more router"),
     "config": ("cluster.cli_config", "Show or check a configuration"),

@@ -119,16 +119,17 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
 
     from cluster import state as states
     from cluster.adminclient import AdminClient
-    from cluster.display import http_line, make_console, status_json, status_view
+    from cluster.display import http_line, make_console, status_json, status_view, viewer_line
     from cluster.http_probe import ask_readiness
     from cluster.overlap_view import overlap_json, overlap_view
     from cluster.routing_view import ask_routers, routing_view
+    from cluster.viewer_client import is_alive
 
     console = make_console()
     where, token = _controller(name, address)
     target = _routers(name) if address is None else None
     here = states.find(name) if address is None else None
-    http = here.http_url if here else ""
+    http, page = (here.http_url, here.viewer_url) if here else ("", "")
     with AdminClient(where, token) as admin:
 
         def shown() -> Any:
@@ -137,10 +138,13 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
                 return overlap_json(asked) if as_json else overlap_view(asked)
             found = _ask(admin.status, where)
             routing = ask_routers(found, token, target)
-            faces = [(http, ask_readiness(http, token))] if http else []
+            face = (http, ask_readiness(http, token)) if http else None
+            viewer = (page, is_alive(page)) if page else None
             if as_json:
-                return status_json(found, routing, *faces)
-            return Group(status_view(found), routing_view(routing), *(http_line(*face) for face in faces))
+                return status_json(found, routing, face, viewer)
+            lines = [http_line(*face)] if face else []
+            lines += [viewer_line(*viewer)] if viewer else []
+            return Group(status_view(found), routing_view(routing), *lines)
 
         def show(what: Any) -> None:
             click.echo(what) if as_json else console.print(what)
@@ -209,12 +213,16 @@ def _say_what_next(state: ClusterState, steps: Steps) -> None:
         (f"chat{named}", "talk to it"),
         (f"status{named}", "replicas, cache and load"),
         ("trace --last", "where the time of the last request went"),
+        (f"doctor{named}", "what slows it down, and what to change"),
         (f"down{named}", "stop it"),
     ):
         steps.say(f"  kvorum {command:<20} {what}")
     if state.http_url:
         for line in curl_example(state):
             steps.say(line)
+    if state.viewer_url:
+        key = "/?key=..." if state.api_keys_file else ""
+        steps.say(f"  requests, traces and the fleet: {state.viewer_url}{key}")
 
 
 def curl_example(state: ClusterState) -> list[str]:

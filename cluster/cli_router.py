@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.failures import BadInput, RunFailed
 from cluster.flags import GroupedCommand, config_flags, overrides
+
+if TYPE_CHECKING:
+    from telemetry.config import TelemetryConfig
 
 _TOKEN_VARIABLE = "KVORUM_CLUSTER_TOKEN"  # noqa: S105 - a name
 
@@ -49,12 +52,25 @@ def router(
             config.router,
             address,
             token,
-            telemetry=states.with_span_store(config.telemetry),
+            telemetry=_seen_by_viewer(states.with_span_store(config.telemetry), controller, name),
             grace_s=grace,
             on_ready=lambda where: click.echo(f"router listens on {where}; Ctrl-C drains and stops it"),
         )
     except (OSError, ValueError) as error:
         raise RunFailed(str(error)) from None
+
+
+def _seen_by_viewer(telemetry: TelemetryConfig, controller: str | None, name: str | None) -> TelemetryConfig:
+    """With the viewer of a cluster of this machine told of it; of a cluster elsewhere nothing is known."""
+    from cluster import state as states
+    from cluster.viewer_config import viewer_key
+    from telemetry.config import ViewerTarget
+
+    state = states.find(name) if controller is None else None
+    if state is None or not state.viewer_otlp or not telemetry.enabled:
+        return telemetry
+    target = ViewerTarget(address=state.viewer_otlp, token=viewer_key(state.token))
+    return telemetry.model_copy(update={"viewer": target})
 
 
 def _controller(controller: str | None, name: str | None, token_file: Path | None) -> tuple[str, str | None]:

@@ -21,17 +21,25 @@ _SPANS_UNDER_WAY_S = 1.5
 _LINKED_TRACES = 16
 _RECENT = 2000
 """Traces that a prefix is looked for in; those of engine steps count as well."""
+_SLOWEST_OF = 1000
+"""Requests among which --slow finds the slowest."""
 
 
 @click.command()
 @click.argument("trace_id", required=False)
-@click.option("--last", is_flag=True, help="the latest trace; also what no argument means")
-@click.option("--list", "as_list", is_flag=True, help="the latest traces, one a line")
+@click.option("--last", is_flag=True, help="the latest request; also what no argument means")
+@click.option("--slow", is_flag=True, help=f"the slowest of the last {_SLOWEST_OF} requests")
+@click.option("--errors", is_flag=True, help="of requests that failed or were cancelled")
+@click.option("--tenant", help="of requests of this tenant")
+@click.option("--list", "as_list", is_flag=True, help="several of them, one a line")
 @click.option(
     "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="how many --list shows"
 )
 @click.option("--store", type=click.Path(path_type=Path), help="span store to read instead of this machine's")
-def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Path | None) -> None:
+def trace(
+    *, trace_id: str | None, last: bool, slow: bool, errors: bool, tenant: str | None, as_list: bool,
+    limit: int, store: Path | None,
+) -> None:  # fmt: skip
     """Show one request as a tree of spans: router, replica, queue, prefill, decode.
 
     Below the prefill come the engine steps it took on each shard, where they were recorded
@@ -44,21 +52,30 @@ def trace(trace_id: str | None, last: bool, as_list: bool, limit: int, store: Pa
       kvorum trace
       kvorum trace 4bf92f35
       kvorum trace --list
+      kvorum trace --slow
+      kvorum trace --errors --tenant acme --list
     """
     from cluster.display import make_console
-    from telemetry.store import SpanStore, StoreError
+    from telemetry.store import SpanStore
+    from telemetry.store_file import StoreError
     from telemetry.tree import render, render_text, with_linked
 
-    if trace_id and (last or as_list):
-        raise BadInput("a trace id goes with neither --last nor --list")
+    if trace_id and (last or slow or errors or tenant is not None or as_list):
+        raise BadInput("a trace id goes with none of --last, --slow, --errors, --tenant and --list")
+    if last and slow:
+        raise BadInput("--last and --slow exclude each other: give one")
     path = store or _known_store()
     console = make_console()
     spans_of = SpanStore(path)
     try:
-        if as_list:
-            _show_list(console, _requests(spans_of, limit), path)
-            return
-        chosen = _one(trace_id, spans_of) if trace_id else _latest(spans_of, path)
+        if trace_id:
+            chosen = _one(trace_id, spans_of)
+        else:
+            found = _requests(spans_of, limit if as_list else 1, slow=slow, failed=errors, tenant=tenant)
+            if as_list:
+                _show_list(console, found, path)
+                return
+            chosen = _first(found, path, filtered=errors or tenant is not None)
         spans = _whole(spans_of, chosen)
         linked = dict.fromkeys(link.trace_id for span in spans for link in span.links)
         spans = with_linked(spans, map(spans_of.trace, list(linked)[:_LINKED_TRACES]))
@@ -87,24 +104,25 @@ def _show_list(console: Console, recent: list[TraceSummary], path: Path) -> None
         console.print(f"no traces in {path} yet")
 
 
-def _latest(store: SpanStore, path: Path) -> str:
-    found = _requests(store, 1)
+def _first(found: list[TraceSummary], path: Path, *, filtered: bool) -> str:
+    if not found and filtered:
+        raise BadInput(f"no such request in {path}: `kvorum trace --list` shows what is there")
     if not found:
         raise BadInput(f'no traces in {path} yet: send a request first, `kvorum generate "Hello"`')
     return found[0].trace_id
 
 
-def _requests(store: SpanStore, count: int) -> list[TraceSummary]:
-    """The latest traces but those of engine steps, which are shown with the request that links to them."""
-    from telemetry.spans import ENGINE_STEP
+def _requests(
+    store: SpanStore, count: int, *, slow: bool, failed: bool, tenant: str | None
+) -> list[TraceSummary]:
+    """The latest requests, or the slowest of many; not engine steps, which are shown with their request."""
+    from telemetry.record import summarise
+    from telemetry.store_format import RequestQuery
 
-    asked = 2 * count
-    while True:
-        found = store.recent(asked)
-        kept = [summary for summary in found if summary.root != ENGINE_STEP]
-        if len(kept) >= count or len(found) < asked:
-            return kept[:count]
-        asked *= 4
+    query = RequestQuery(tenant=tenant, failed=failed, limit=_SLOWEST_OF if slow else count)
+    traces = ((row.trace_id, store.trace(row.trace_id)) for row in store.requests(query))
+    found = [summarise(trace_id, spans) for trace_id, spans in traces if spans]
+    return sorted(found, key=lambda one: -one.duration_ns)[:count] if slow else found
 
 
 def _whole(store: SpanStore, trace_id: str) -> list[StoredSpan]:

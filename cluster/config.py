@@ -14,6 +14,7 @@ from rapidfuzz import fuzz, process
 
 from cluster.failures import ConfigError
 from cluster.http_config import HttpConfig
+from cluster.viewer_config import ViewerConfig
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
 from workers.config import EngineConfig
@@ -45,6 +46,7 @@ class ClusterConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what every replica runs")
     router: RouterConfig = Field(default_factory=RouterConfig, description="the public gRPC face")
     http: HttpConfig = Field(default_factory=HttpConfig, description="the OpenAI-compatible face")
+    viewer: ViewerConfig = Field(default_factory=ViewerConfig, description="the page over the whole cluster")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="traces")
 
 
@@ -79,8 +81,13 @@ def dump(config: ClusterConfig) -> str:
 def leaves(
     model: type[BaseModel] = ClusterConfig, at: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every field that holds a value, with its path from the top: `("router", "port")`."""
+    """Every field that holds a value, with its path from the top: `("router", "port")`.
+
+    Without the internal ones, which the launcher sets.
+    """
     for name, field in model.model_fields.items():
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("internal"):
+            continue
         if (nested := section(field)) is not None:
             yield from leaves(nested, (*at, name))
         else:

@@ -22,6 +22,7 @@ from cluster.ports import free_port
 from cluster.router_actor import RouterSupervisor
 from cluster.state import CONTROLLER_NAME
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
+from cluster.viewer_actor import ViewerSpec, start_viewer, stop_viewer, viewer_spec
 from cluster.watch import LoadWatch
 from protos import admin_pb2, common_pb2
 from telemetry.logs import configure_logging
@@ -53,6 +54,7 @@ class ControllerSpec:
     ray_address: str
     admin_port: int
     router_port: int
+    viewer: ViewerSpec | None
     token: str = field(repr=False)
 
 
@@ -70,12 +72,13 @@ class ControllerActor:
     """Named, detached, restarted by Ray. Its state is rebuilt from Ray and the replicas."""
 
     def __init__(self, spec: ControllerSpec) -> None:
-        configure_logging("kvorum.controller")
+        configure_logging("kvorum.controller", format=spec.config.telemetry.log_format)
         self._spec = spec
         self._version = 0
         self._changed = asyncio.Event()
         self._supervisors: list[ReplicaSupervisor] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._viewer: Any = None
         self.bundle = admin_pb2.TokenizerBundle.FromString(spec.bundle.read_bytes())
         self._served = common_pb2.ModelInfo(name=spec.model_name, tokenizer_digest=self.bundle.digest)
         self._started = asyncio.ensure_future(self._start())
@@ -129,6 +132,8 @@ class ControllerActor:
             self._own(supervisor.run(), supervisor.record.name)
         self._own(self._router.run(), "router-0")
         self._own(self._refresh(), "refresh")
+        if spec.viewer is not None:  # at once, as it is in nobody's way while engines load
+            self._viewer = await asyncio.to_thread(start_viewer, spec.viewer)
 
     def _own(self, work: Any, name: str) -> None:
         """Run a background task whose unexpected end takes the controller down, to be restarted by Ray."""
@@ -234,9 +239,11 @@ class ControllerActor:
         return False
 
     async def shutdown(self, grace_s: float) -> None:
-        """End routers and replicas. The caller then kills this actor."""
+        """End routers, replicas and the viewer. The caller then kills this actor."""
         stops = (s.stop(grace_s) for s in self._supervisors)
         await asyncio.gather(self._router.stop(grace_s), *stops)
+        if self._viewer is not None:  # last, for the others' last metrics
+            await stop_viewer(self._viewer)
         self._loads.close()
 
     def exit_soon(self) -> None:
@@ -272,6 +279,7 @@ def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str)
 
     Raises:
         PlacementError: the topology does not fit this Ray cluster.
+        BadInput: the viewer's key file or the router's certificate cannot be read.
         ray.exceptions.RayError: the controller could not start; its cause says why.
     """
     context = ray.get_runtime_context()
@@ -280,6 +288,8 @@ def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str)
     cores = [int(resources.get("CPU", 0)) for resources in nodes]
     gpus = int(sum(resources.get("GPU", 0) for resources in nodes))
     topology = fit(config, cores, gpus, device)
+    front_cores = topology.front_cores(cores)
+    admin_port = config.admin_port or free_port(config.admin_host)
     spec = ControllerSpec(
         config=config,
         model_name=config.engine.served_name or prepared.name,
@@ -287,12 +297,13 @@ def start_controller(config: ClusterConfig, prepared: PreparedModel, token: str)
         checkpoint=prepared.path,
         device=device,
         topology=topology,
-        front_cores=topology.front_cores(cores),
+        front_cores=front_cores,
         namespace=context.namespace,
         ray_address=context.gcs_address,
         # Fixed here, so that restarted controllers and routers come back where their clients look.
-        admin_port=config.admin_port or free_port(config.admin_host),
+        admin_port=admin_port,
         router_port=config.router.port or free_port(config.router.host),
+        viewer=viewer_spec(config, f"{config.admin_host}:{admin_port}", front_cores, token),
         token=token,
     )
     options: dict[str, Any] = {

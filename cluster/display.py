@@ -206,14 +206,21 @@ def http_line(address: str, face: Readiness) -> Text:
     return Text.assemble("http: ", address, "  ", what)
 
 
+def viewer_line(url: str, alive: bool) -> Text:
+    """`viewer: http://127.0.0.1:4320`, and whether it answers."""
+    return Text.assemble("viewer: ", url, "  ", ("answers", "green") if alive else ("does not answer", "red"))
+
+
 def status_json(
     status: admin_pb2.ClusterStatus,
     routing: Mapping[str, admin_pb2.RouterState | str] | None = None,
     http: tuple[str, Readiness] | None = None,
+    viewer: tuple[str, bool] | None = None,
 ) -> str:
     """Every field of the status, by its proto name; numbers as numbers.
 
-    `routing` comes by router; `http` is the address of the HTTP face and how it is.
+    `routing` comes by router; `http` is the address of the HTTP face and how it is, `viewer` the URL of the
+    page and whether it answers.
     """
     plain = to_plain(status)
     if routing is not None:
@@ -223,6 +230,8 @@ def status_json(
         }
     if http is not None:
         plain["http"] = {"address": http[0], "ready": http[1].ready, "phase": http[1].phase}
+    if viewer is not None:
+        plain["viewer"] = {"url": viewer[0], "alive": viewer[1]}
     return json.dumps(plain, indent=2)
 
 

@@ -43,6 +43,7 @@ _SHORT: dict[tuple[str, ...], str] = {
     ("router", "tls_cert"): "tls_cert",
     ("router", "tls_key"): "tls_key",
     ("http", "enabled"): "http",
+    ("viewer", "enabled"): "viewer",
 }
 """What everybody asks for."""
 

@@ -32,6 +32,8 @@ from cluster.ports import free_port
 from cluster.preflight import check_files, check_fits_here, check_http, check_ports, own_cores
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
+from cluster.viewer_client import is_alive
+from cluster.viewer_config import told_of_viewer
 from protos import admin_pb2
 from protos.errors import KvorumError
 
@@ -45,6 +47,7 @@ _WATCH_S = 1.0
 _GIVE_UP_AFTER = 2
 """Failed starts of a replica that never was ready: its next one will fail too."""
 _SILENCE_S = 30.0
+_VIEWER_S = 5.0
 _DEAD_AFTER_S = 20.0
 """A controller that restarts is silent for seconds; one that is for longer, while launching, is lost."""
 
@@ -248,6 +251,10 @@ def _bring_up(
         note.text = f"private Ray at {address}" if head else f"joined Ray at {address}"
     try:
         interrupts.install()  # Ray took SIGTERM
+        config = _with_viewer(config, state)
+        if config.viewer.enabled:
+            target = config.viewer.target(state.token)
+            state = _noted(state, viewer_url=config.viewer.url, viewer_otlp=target.address)
         with steps.step("starting the controller", "controller is up"):
             handle = _start_controller(config, prepared, state)
         state = _noted(
@@ -267,7 +274,30 @@ def _bring_up(
     if face is not None:
         with steps.step("waiting for the HTTP face", f"HTTP face at {state.http_url}"):
             _wait_http(config, state, face, interrupts)
+    if state.viewer_url and not _viewer_answers(state.viewer_url):
+        steps.say(f"[yellow]the viewer at {state.viewer_url} does not answer yet[/]; requests are served")
     return _noted(state, phase="running")
+
+
+def _with_viewer(config: ClusterConfig, state: ClusterState) -> ClusterConfig:
+    """The viewer's ports chosen, and every process told where it is. In the Ray that it will run in."""
+    viewer = config.viewer
+    if not viewer.enabled:
+        return config
+    ports = {name: getattr(viewer, name) or free_port(viewer.host) for name in ("port", "otlp_port")}
+    viewer = viewer.model_copy(update=ports)
+    telemetry = told_of_viewer(config.telemetry, viewer, state.token)
+    return config.model_copy(update={"viewer": viewer, "telemetry": telemetry})
+
+
+def _viewer_answers(url: str) -> bool:
+    """Within a few seconds: it started before the engines."""
+    deadline = time.monotonic() + _VIEWER_S
+    while not is_alive(url):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _start_http(config: ClusterConfig, state: ClusterState, handle: ControllerHandle) -> ClusterState:

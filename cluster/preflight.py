@@ -13,6 +13,12 @@ from cluster.config import ClusterConfig
 from cluster.failures import BadInput
 from cluster.placement import PlacementError, fit
 
+_WITHOUT = {
+    "--http-port": ", or go without HTTP: --no-http",
+    "--viewer-port": ", or go without the viewer: --no-viewer",
+    "--otlp-port": ", or go without the viewer: --no-viewer",
+}
+
 
 def check_ports(config: ClusterConfig) -> None:
     """Raises BadInput for a port that is taken or not ours to take, before anything is started."""
@@ -22,6 +28,11 @@ def check_ports(config: ClusterConfig) -> None:
     ]
     if config.http.enabled:
         listening.append((config.http.host, config.http.port, "--http-port"))
+    if config.viewer.enabled:
+        listening += [
+            (config.viewer.host, config.viewer.port, "--viewer-port"),
+            (config.viewer.host, config.viewer.otlp_port, "--otlp-port"),
+        ]
     _refuse_doubled(listening)
     for host, port, flag in listening:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -99,7 +110,7 @@ def _refuse_doubled(listening: list[tuple[str, int, str]]) -> None:
 
 
 def _or_without(flag: str) -> str:
-    return ", or go without HTTP: --no-http" if flag == "--http-port" else ""
+    return _WITHOUT.get(flag, "")
 
 
 def _holder(port: int) -> str:

@@ -37,6 +37,10 @@ class ClusterState(BaseModel):
     router_addresses: tuple[str, ...] = ()
     http_url: str = ""
     """URL of the HTTP face, without a path; empty without one."""
+    viewer_url: str = ""
+    """URL of the viewer's page; empty without one."""
+    viewer_otlp: str = ""
+    """host:port where it takes OTLP over gRPC; empty without one."""
     owns_serve: bool = False
     """Ray Serve was started for this cluster and ends with it."""
     ray_address: str = ""

@@ -18,10 +18,13 @@ from tests.bench.report import ROOT
 def running(name: str, *flags: str) -> Iterator[ClusterState]:
     """`kvorum up --detach` with these flags; `kvorum down` at the end, whatever happens.
 
-    Without a flag about HTTP there is no HTTP face: it would cost those who measure something else.
+    Without a flag about HTTP there is no HTTP face, and without one about the viewer no viewer: they would
+    cost those who measure something else.
     """
     if not any(flag.startswith("--http") for flag in flags):
         flags = (*flags, "--no-http")
+    if not any("viewer" in flag for flag in flags):
+        flags = (*flags, "--no-viewer")
     with tempfile.TemporaryDirectory() as folder:
         environ = dict(os.environ) | {"KVORUM_STATE_DIR": folder, "HF_HUB_OFFLINE": "1"}
         kvorum = [sys.executable, "-m", "cluster.cli"]

@@ -119,7 +119,7 @@ def on_hosts(rates: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[s
         nodes, head = start_ray(lab), lab.hosts[0]
         kvorum = [sys.executable, "-m", "cluster.cli"]
         joining = ["--ray-address", nodes.address, "--placement", "spread", "--port", "0"]
-        joining += ["--no-http", "--detach"]
+        joining += ["--no-http", "--no-viewer", "--detach"]
         step = ["--max-num-batched-tokens", "4096"]
         try:
             head.run(

@@ -50,7 +50,8 @@ class RunningCluster:
 
     def up(self, *flags: str) -> None:
         """Start it, or fail with what it printed."""
-        done = self.cli("up", "--name", self.name, "--detach", "--port", "0", *flags, timeout=UP_TIMEOUT_S)
+        ports = ("--port", "0", "--viewer-port", "0")
+        done = self.cli("up", "--name", self.name, "--detach", *ports, *flags, timeout=UP_TIMEOUT_S)
         assert done.returncode == 0, f"up failed:\n{done.stdout}\n{done.stderr}"
         path = Path(self.environ["KVORUM_STATE_DIR"], f"{self.name}.json")
         self.state = ClusterState.model_validate_json(path.read_text())

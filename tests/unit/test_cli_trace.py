@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,49 @@ def test_a_store_of_engine_steps_alone_has_no_requests(
     store.close()
     assert main(["trace", "--store", str(tmp_path / "traces.db")]) == 2
     assert "no traces in" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> list[str]:
+    """A quick request of one tenant, a slow and a failed one of another; the arguments to see them."""
+    store = SpanStore(tmp_path / "traces.db")
+    for trace, tenant, lasts_ns, error in ((1, "a", 10**6, ""), (2, "b", 10**9, ""), (3, "b", 10**7, "LOST")):
+        attributes = {spans.TENANT: tenant} | ({spans.ERROR_TYPE: error} if error else {})
+        request = a_span(trace, trace, None, spans.ROUTER_REQUEST)
+        status = "ERROR" if error else "UNSET"
+        store.write(
+            [replace(request, end_ns=request.start_ns + lasts_ns, attributes=attributes, status=status)]
+        )
+    store.close()
+    return ["--store", str(tmp_path / "traces.db")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "traces"),
+    [
+        ([], [3, 2, 1]),
+        (["--slow"], [2, 3, 1]),
+        (["--errors"], [3]),
+        (["--tenant", "b"], [3, 2]),
+        (["--tenant", "b", "--slow"], [2, 3]),
+        (["--tenant", "a", "--errors"], []),
+    ],
+)
+def test_requests_are_chosen_by_tenant_error_and_duration(
+    tenants: list[str], asked: list[str], traces: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = [line.split()[0] for line in shown(capsys, "--list", *asked, *tenants)]
+    assert listed == ([f"{trace:032x}" for trace in traces] or ["no"])
+    if traces:
+        assert shown(capsys, *asked, *tenants)[0].startswith(f"trace {traces[0]:032x}")
+
+
+def test_a_choice_without_a_request_says_so(tenants: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--tenant", "nobody", *tenants]) == 2
+    assert "no such request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--slow"], ["--errors"], ["--tenant", "a"], ["--last"], ["--list"]])
+def test_a_trace_id_leaves_nothing_to_choose(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "ab12", *more]) == 2
+    assert "a trace id goes with none of" in capsys.readouterr().err
