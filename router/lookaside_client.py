@@ -42,6 +42,8 @@ Route = Callable[
 Report = Callable[[int | None, inference_pb2.ReportEndRequest], Coroutine[Any, Any, None]]
 Progress = Callable[[int, inference_pb2.ReportProgressRequest], Awaitable[None]]
 
+_BEHIND_S = 0.02
+"""The word of a first token waits so long: the token itself goes first."""
 _PROGRESS_SHARE = 1 / 3
 """Of the time in which a lease ends without a word: two words may be lost."""
 
@@ -92,6 +94,7 @@ class _Attempt:
                 await self._tell()
             else:
                 break
+        await asyncio.sleep(_BEHIND_S)
         while True:
             await self._tell()
             await asyncio.sleep(every_s)
