@@ -89,11 +89,12 @@ def exposed_communication(evidence: Evidence, served: Sequence[RequestRecord]) -
                 f"at most {hidden:.2f} s less of a mean prefill of {prefill:.2f} s",
                 cost,
             )
+        fewer = "--tensor-parallel-size smaller, with more replicas"
         return Finding(
             "exposed-communication",
             "high TPOT",
             figures,
-            "--placement pack, a faster link, or --tensor-parallel-size smaller with more replicas",
+            fewer if facts.collective == "shm" else f"--placement pack, a faster link, or {fewer}",
             f"at most {cost:.2f} s less of a mean request",
             cost,
         )

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from telemetry import spans
+from telemetry import logs, spans
 from telemetry.logs import configure_logging, speak_of
 
 tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
@@ -22,6 +22,14 @@ def _root_logger_as_before() -> Iterator[None]:
     yield
     root.handlers = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_spoken_of() -> Iterator[None]:
+    """Tests that make a request's spans without a task of its own leave it in this thread's context."""
+    token = logs._subject.set(None)
+    yield
+    logs._subject.reset(token)
 
 
 def test_a_json_record_within_a_span_names_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
