@@ -1,6 +1,6 @@
 """`kvorum doctor` names the cause that was planted, in clusters that are slow for different reasons.
 
-The sixth, a slow link with overlap off, needs two hosts: tests/lab/test_doctor.py.
+The sixth, a slow link with overlap off, needs two hosts: tests/lab/test_doctor_link.py.
 """
 
 from __future__ import annotations
