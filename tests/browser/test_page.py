@@ -209,7 +209,7 @@ def test_unknown_trace_is_no_error(page: Page, served: ServedScene) -> None:
 def test_keyboard_alone_filters_opens_walks_folds_and_returns(page: Page, served: ServedScene) -> None:
     page.press("/")
     page.send("Input.insertText", text="acme")
-    page.wait(f"{_ROWS}.every((row) => row.cells[10].innerText === 'acme')")
+    page.wait(f"{_ROWS}.length > 0 && {_ROWS}.every((row) => row.cells[10].innerText === 'acme')")
     page.press("Escape", "ArrowDown", "j", "k", "Enter")
     page.wait("document.querySelectorAll('[role=treeitem]').length > 0")
     page.press("j")
@@ -238,7 +238,7 @@ def test_chosen_span_shows_its_attributes_and_events(page: Page, served: ServedS
 
 
 def test_strangers_text_is_shown_as_text_and_never_run(page: Page, served: ServedScene) -> None:
-    assert HOSTILE in " ".join(column(page, 11))
+    assert HOSTILE[:36] in " ".join(column(page, 2))
     open_trace(page, served, served.scene.hostile)
     page.click("[role=treeitem]:nth-child(2)")
     side = page.text("aside")
@@ -272,7 +272,7 @@ def test_policy_stops_a_script_that_got_into_the_page(browser: Chromium, served:
 
 def test_all_comes_from_the_viewer_itself(page: Page, served: ServedScene) -> None:
     page.go(f"{served.url}/#/fleet")
-    page.wait("document.querySelector('.tiles')")
+    page.wait("document.querySelector('.tiles') !== null")
     asked = [params["request"]["url"] for params in page.reported("Network.requestWillBeSent")]
     assert len(asked) > 5
     assert {url for url in asked if not url.startswith((served.url, "data:"))} == set()

@@ -109,7 +109,7 @@ function key(event) {
   }
   const actions = {
     ArrowDown: () => document.querySelector('a[data-trace], [role="treeitem"][tabindex="0"]')?.focus(),
-    "/": () => document.querySelector("main input, #jump input").focus(),
+    "/": () => (document.querySelector("main input") ?? document.querySelector("#jump input")).focus(),
     "?": () => byId("keys").showModal(),
     f: () => { location.hash = "#/fleet"; },
     g: () => { location.hash = list; },
