@@ -43,7 +43,7 @@ def waiting(evidence: Evidence, served: Sequence[RequestRecord]) -> Finding | No
         short_of_seats = facts.kv_tokens > 0 and seats < min(demand, facts.max_sequences or demand)
         if short_of_seats and (facts.preemptions or _was_full(mine) or in_batch >= _MOST_SEATS * seats):
             return _kv_space(facts, footprint, demand, wait, f"{told}; ")
-        if facts.max_sequences and in_batch >= _NEARLY * facts.max_sequences < demand:
+        if 0 < facts.max_sequences < demand and in_batch >= _NEARLY * facts.max_sequences:
             return Finding(
                 "batching-limit",
                 "low throughput",

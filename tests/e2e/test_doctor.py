@@ -1,6 +1,6 @@
 """`kvorum doctor` names the cause that was planted, in clusters that are slow for different reasons.
 
-The sixth, a slow link with overlap off, needs two hosts: tests/lab/test_doctor_link.py.
+A slow link with overlap off needs two hosts: tests/lab/test_doctor_link.py.
 """
 
 from __future__ import annotations
@@ -95,16 +95,6 @@ async def test_a_queue_that_is_computing_alone_asks_for_replicas(slot: ClusterSl
     finding = examined(cluster, 20)[0]
     assert finding["cause"] == "queue"
     assert finding["change"].startswith("--replicas 1 -> 2")
-
-
-async def test_an_oversized_batch_is_named_with_a_smaller_one(slot: ClusterSlot) -> None:
-    cluster = single(slot, "--max-num-seqs", "256")
-    await ask(cluster, [some_prompt(n, 16) for n in range(4)], 48, at_once=False)
-    await ask(cluster, [some_prompt(100 + n, 16) for n in range(8)], 48, at_once=True)
-    await ask(cluster, [some_prompt(200 + n, 16) for n in range(240)], 48, at_once=True)
-    finding = examined(cluster, 252)[0]
-    assert finding["cause"] == "batch-too-large"
-    assert finding["change"].startswith("--max-num-seqs 256 -> ")
 
 
 async def test_round_robin_past_warm_caches_is_named(slot: ClusterSlot) -> None:

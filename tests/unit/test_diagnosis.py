@@ -67,6 +67,11 @@ def test_a_full_batch_with_others_waiting_is_the_batching_limit() -> None:
     assert finding.change == "--max-num-seqs 2 -> 16"
 
 
+def test_a_batch_with_room_for_all_is_no_limit() -> None:
+    requests = [a_request(0.0, queue_s=1.0, prefill_s=0.2, candidates=chosen()) for _ in range(12)]
+    assert "batching-limit" not in causes(findings(requests, healthy(max_sequences=13)))
+
+
 def test_round_robin_past_warm_caches_is_told_with_the_hits_it_missed() -> None:
     requests = one_by_one(10, prompt=1000, prefill_s=1.0, policy="round-robin", candidates=chosen(0, 960))
     [finding] = findings(requests, healthy(), healthy("replica-1"))
