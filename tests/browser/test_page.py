@@ -350,9 +350,9 @@ def test_theme_is_chosen_and_remembered(page: Page) -> None:
     page.click("#theme")
     page.click("#theme")
     assert page.text("#theme") == "Theme: dark"
-    page.evaluate("location.reload()")
+    page.evaluate("window.beforeReload = true, location.reload()")
     page.wait(
-        "document.readyState === 'complete' && document.querySelector('#theme').innerText === 'Theme: dark'"
+        "!window.beforeReload && document.readyState === 'complete' && document.querySelector('#theme').innerText === 'Theme: dark'"
     )
     assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
     page.evaluate("localStorage.clear()")

@@ -141,7 +141,25 @@ async def test_a_request_answers_the_same_by_both_ways(sides: Sides, fields: dic
     params = SamplingParams(output_kind=FINAL_ONLY, **fields)
     (bare,) = await sides.bare(params)
     (carried,) = await sides.carried(params)
+    if params.n > 1 and params.logprobs:
+        same_but_for_rounding(carried, bare)
     assert seen(carried) == seen(bare)
+
+
+def same_but_for_rounding(one: RequestOutput, other: RequestOutput) -> None:
+    """Check log probabilities to 1e-4, and give `one` the other's.
+
+    Which samples of a request share an engine step is chance, and with the rows of a matmul its rounding changes.
+    """
+    for mine, its in zip(one.outputs, other.outputs, strict=True):
+        assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)
+        mine.cumulative_logprob = its.cumulative_logprob
+        assert mine.logprobs is not None
+        assert its.logprobs is not None
+        for here, there in zip(mine.logprobs, its.logprobs, strict=True):
+            for token, logprob in here.items():
+                assert logprob.logprob == pytest.approx(there[token].logprob, abs=1e-4)
+                logprob.logprob = there[token].logprob
 
 
 async def test_deltas_add_up_to_the_whole_answer(sides: Sides) -> None:
