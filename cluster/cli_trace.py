@@ -56,6 +56,8 @@ def trace(
       kvorum trace --errors --tenant acme --list
     """
     from cluster.display import make_console
+    from telemetry.config import TelemetryConfig
+    from telemetry.recovery import settle
     from telemetry.store import SpanStore
     from telemetry.store_file import StoreError
     from telemetry.tree import render, render_text, with_linked
@@ -66,6 +68,7 @@ def trace(
         raise BadInput("--last and --slow exclude each other: give one")
     path = store or _known_store()
     console = make_console()
+    settle(TelemetryConfig(store_path=path))
     spans_of = SpanStore(path)
     try:
         if trace_id:

@@ -92,7 +92,8 @@ def _prefill(served: Sequence[RequestRecord]) -> Finding | None:
     prefill, ttft = mean(r.prefill_s for r in served), mean(ttft_s(r) for r in served)
     if prefill < 0.5 * ttft or ttft < 10 * LEAST_S:
         return None
-    each = prefill_s_per_token(served)
+    if not (each := prefill_s_per_token(served)):
+        return None  # prompts so short that they say nothing of a speed
     return Finding(
         "prefill",
         "high TTFT",

@@ -21,6 +21,8 @@ from cluster.rayhost import stop_head
 from cluster.state import CONTROLLER_NAME, ClusterState
 from protos import admin_pb2
 from protos.errors import KvorumError
+from telemetry.config import TelemetryConfig
+from telemetry.recovery import settle
 
 _ANSWER_S = 3.0
 """A controller that is silent for so long is taken for dead."""
@@ -55,6 +57,8 @@ def tear_down(
     survivors = kill_all(state.id, state.marks, grace_s=0.0 if hurry.is_set() else 3.0)
     if survivors:
         return [describe(process) for process in survivors]
+    if state.span_store is not None:
+        settle(TelemetryConfig(store_path=state.span_store))
     states.remove(state.name)
     shutil.rmtree(state.work_dir, ignore_errors=True)
     return []

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,16 +58,27 @@ class SpanPipe(SpanProcessor):
     Ending a span never waits: when `max_queue` spans are waiting, the new one is dropped and
     counted. Failures are logged at most once a minute. After a fork the child starts with an
     empty queue and its own thread; the parent exports what the parent recorded.
+
+    Args:
+        done: told, in any thread, of spans that were exported or dropped; it must not raise.
     """
 
     def __init__(
-        self, exporter: ReportingExporter, *, target: str, max_queue: int, max_batch: int, delay_s: float
+        self,
+        exporter: ReportingExporter,
+        *,
+        target: str,
+        max_queue: int,
+        max_batch: int,
+        delay_s: float,
+        done: Callable[[Sequence[ReadableSpan]], None] = lambda _spans: None,
     ) -> None:
         self._exporter = exporter
         self._target = target
         self._max_queue = max_queue
         self._max_batch = max_batch
         self._delay_s = delay_s
+        self._done = done
         self._next_log = 0.0
         self._reset()
         # The SDK offers no hook for forks; a weak method lets a discarded pipe be collected.
@@ -90,17 +102,23 @@ class SpanPipe(SpanProcessor):
         context = span.get_span_context()
         if context is None or not context.trace_flags.sampled:
             return
+        if not self._put(span):
+            self._done([span])
+
+    def _put(self, span: ReadableSpan) -> bool:
+        """Whether there was room for it."""
         with self._changed:
             waiting = len(self._queue)
             if self._closed or waiting >= self._max_queue:
                 self._refused += 1
-                return
+                return False
             self._queue.append(span)
             self._accepted += 1
             if self._worker is None:
                 self._start_worker()
             elif waiting == 0 or waiting + 1 == self._max_batch:
                 self._changed.notify_all()
+            return True
 
     def start(self) -> None:
         """Start the exporting thread now, not at the first span: it inherits its starter's CPU affinity."""
@@ -162,6 +180,7 @@ class SpanPipe(SpanProcessor):
             reason = self._exporter.last_error
         except Exception as error:  # whatever an exporter raises must not end its thread
             succeeded, reason = False, f"{type(error).__name__}: {error}"
+        self._done(batch)
         with self._changed:
             if succeeded:
                 self._exported += len(batch)

@@ -19,26 +19,21 @@ from opentelemetry.util.types import AttributeValue
 
 from telemetry import spans
 from telemetry.config import TelemetryConfig
+from telemetry.destinations import OTLP, STORE, journal_folder, open_journal, open_pipes, open_store
 from telemetry.ids import GivenIds
+from telemetry.journal import SpanJournal
 from telemetry.metrics import SCOPE, Meters, Reading
-from telemetry.otlp import (
-    OtlpSpanExporter,
-    OtlpTarget,
-    sdk_is_disabled,
-    target_from_environment,
-    traces_are_off,
-)
-from telemetry.pipe import PipeCounts, ReportingExporter, SpanPipe
+from telemetry.otlp import sdk_is_disabled
+from telemetry.pipe import PipeCounts, SpanPipe
 from telemetry.record import SERVICE_INSTANCE, SERVICE_NAME
-from telemetry.store import SpanStore, StoreSpanExporter, default_store_path
+from telemetry.recovery import recover
 from telemetry.tail import Tail
 
 logger = logging.getLogger(__name__)
 
 EXIT_FLUSH_S = 2.0
 
-STORE = "store"
-OTLP = "otlp"
+__all__ = ["EXIT_FLUSH_S", "OTLP", "STORE", "Telemetry", "configure", "open_store"]
 
 
 class Telemetry:
@@ -53,10 +48,12 @@ class Telemetry:
         *,
         ids: GivenIds | None = None,
         tail: Tail | None = None,
+        journal: SpanJournal | None = None,
     ) -> None:
         self.config = config
         self.provider = provider
         self.tail = tail
+        self._journal = journal
         self._ids = ids
         self._abandoned: list[Callable[[], None]] = []
         self.tracer: trace.Tracer = provider.get_tracer(SCOPE) if provider else trace.NoOpTracer()
@@ -152,6 +149,8 @@ class Telemetry:
         self.flush(timeout_s)
         for pipe in self._pipes.values():
             pipe.shutdown(0)
+        if self._journal is not None:
+            self._journal.shutdown()
         self.meters.shutdown(max(deadline - time.monotonic(), 0.0))
 
     def _fates(self) -> list[Reading]:
@@ -195,30 +194,18 @@ def configure(
         id_generator=ids,
         span_limits=_limits(config),
     )
-    pipes: dict[str, SpanPipe] = {}
-    target = target_from_environment(os.environ)
-    if target is not None and (otlp := _otlp_exporter(target)) is not None:
-        pipes[OTLP] = _pipe(otlp, str(target), config)
-    if config.store == "on" or (config.store == "auto" and not pipes and not traces_are_off(os.environ)):
-        store = open_store(config)
-        pipes[STORE] = _pipe(StoreSpanExporter(store), str(store.path), config)
+    journal = open_journal(config, resource.attributes)
+    if journal is not None:
+        provider.add_span_processor(journal)  # before those that tell it what they have exported
+    pipes = open_pipes(config, journal)
     for pipe in pipes.values():
         provider.add_span_processor(pipe)
     tail = _tail(config, provider, pipes, ids)
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         trace.set_tracer_provider(provider)
+    recover(journal_folder(config), pipes.values(), ids)
     meters = Meters.configured(os.environ, resource, config.viewer)
-    return Telemetry(config, provider, pipes, meters, ids=ids, tail=tail)
-
-
-def open_store(config: TelemetryConfig) -> SpanStore:
-    """The local store of this configuration; the file is touched at the first use."""
-    return SpanStore(
-        config.store_path or default_store_path(),
-        max_spans=config.store_max_spans,
-        max_age_s=config.store_max_age_s,
-        max_bytes=config.store_max_mib * 1024 * 1024,
-    )
+    return Telemetry(config, provider, pipes, meters, ids=ids, tail=tail, journal=journal)
 
 
 def _tail(
@@ -253,21 +240,3 @@ def _resource(service: str, instance: str, facts: Mapping[str, str | int]) -> Re
     }
     # One variable is inherited by processes of several roles, so the role given here wins.
     return Resource.create(own)
-
-
-def _otlp_exporter(target: OtlpTarget) -> OtlpSpanExporter | None:
-    try:
-        return OtlpSpanExporter(target.protocol)
-    except Exception as error:  # the library has no common error for malformed OTEL_* values
-        logger.warning("cannot send spans to %s, check OTEL_EXPORTER_OTLP_*: %s", target, error)
-        return None
-
-
-def _pipe(exporter: ReportingExporter, target: str, config: TelemetryConfig) -> SpanPipe:
-    return SpanPipe(
-        exporter,
-        target=target,
-        max_queue=config.max_queued_spans,
-        max_batch=config.max_batch_spans,
-        delay_s=config.export_delay_ms / 1e3,
-    )

@@ -6,24 +6,30 @@ run as they come: with metrics, ours with traces as well; vLLM's log of each req
 
 Throughput is that of a batch that stays full: each stream asks for the next answer as soon as it has one, and
 answers differ in length, as they do. Where all are equally long, requests come in waves, and it counts how
-close together those of a wave arrive: the engine computes late ones in steps of their own. That is measured
-too.
+close together those of a wave arrive: the engine computes late ones in steps of their own. That is one case.
 
-A virtual machine's speed may change twofold within seconds, so rounds are short and many. What does not
-change with it is printed as well: the share of a round in which the engine's computing thread ran. Where both
-sides compute as long, nothing but the engine limits either.
+A virtual machine's speed may change twofold within seconds: the same steps take 15 % more or less from round
+to round. So rounds are short and many, and the ratio is the geometric mean of all pairs, with its interval.
+What does not change with the machine is printed as well: the steps in which either engine computed the
+same rounds, and the share of a round in which its computing thread ran. Where both are equal, nothing of
+what is in front of an engine limits it. A first token's prompt is short for the same reason: what is added to
+it does not depend on its length, and the time to compute a long one is noise here.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import re
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -41,10 +47,16 @@ SETTLE_S = 1.5
 SIDES = ("kvorum", "bare")
 CASES = {"8 streams": (8, 16), "16 streams": (16, 16), "8 streams in waves": (8, 0)}
 """How many streams, and by how many tokens the length of an answer differs from the mean."""
+STEPS = re.compile(r"^vllm:iteration_tokens_total_count\{[^}]*\} (\S+)$", re.MULTILINE)
+PUSHED_S = 7.0
+"""By then the viewer has the engine's latest metrics, which it gets every 5 s."""
 TOKENS = 32
 ANSWERS = 2
 """Of each stream in a round."""
 MODEL = "smollm2"
+SHORT_PROMPT = 16
+FIRST_TOKENS = 5
+"""Asked for one after the other in a turn."""
 
 Values = dict[str, list[float]]
 
@@ -69,21 +81,45 @@ def thread_times() -> dict[tuple[str, str], float]:
     return found
 
 
-def compare(rounds: int, pairs: int) -> tuple[dict[str, Values], dict[str, Values], Values]:
-    """By case and side: tokens per second, the busiest thread's share; ms to a single first token."""
+def steps_of(url: str) -> float:
+    """How often the engine whose metrics are there has computed."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        found = STEPS.search(answer.read().decode())
+    return float(found[1]) if found else math.nan
+
+
+@dataclass
+class Found:
+    """By case and side, or by side."""
+
+    rate: dict[str, Values]
+    """Tokens per second of each round."""
+    busy: dict[str, Values]
+    """Share of each round in which the busiest thread ran."""
+    steps: dict[str, dict[str, float]]
+    """Of all rounds of the case, the first one that warms up included."""
+    ttft_ms: Values
+
+
+def compare(rounds: int, pairs: int) -> Found:
+    """Both sides by turns."""
     rate: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
     busy: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
+    steps: dict[str, dict[str, float]] = {case: {} for case in CASES}
     ttft_ms: Values = {side: [] for side in SIDES}
     flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
     model = prepare("smollm2").path
     with (
         tempfile.TemporaryDirectory() as folder,
-        running("bench-http", "--http-port", "0", *flags) as state,
+        running("bench-http", "--http-port", "0", "--viewer-port", "0", *flags) as state,
         bare_server(model, Path(folder, "bare.log")) as bare,
     ):
         urls = {"kvorum": state.http_url, "bare": bare}
+        metrics = {"kvorum": state.viewer_url, "bare": bare}
 
         for case, (count, spread) in CASES.items():
+            time.sleep(PUSHED_S)
+            began = {side: steps_of(metrics[side]) for side in SIDES}
             for number in range(-1, rounds):  # the first one warms both sides up
                 plan = Round(1000 * count + number, ANSWERS * count, count, 64, TOKENS, spread)
                 for side in _order(number):
@@ -95,47 +131,66 @@ def compare(rounds: int, pairs: int) -> tuple[dict[str, Values], dict[str, Value
                     rate[case][side].append(result.tokens / result.elapsed_s)
                     ran = max(now - before.get(key, now) for key, now in thread_times().items())
                     busy[case][side].append(ran / result.elapsed_s)
+            time.sleep(PUSHED_S)
+            steps[case] = {side: steps_of(metrics[side]) - began[side] for side in SIDES}
             print(f"{rounds} rounds of {case} done", file=sys.stderr)
         for number in range(pairs):
-            plan = Round(90_000 + number, requests=3, concurrency=1, prompt_tokens=128, output_tokens=2)
+            plan = Round(90_000 + number, FIRST_TOKENS, 1, SHORT_PROMPT, output_tokens=2)
             for side in _order(number):
                 time.sleep(SETTLE_S)
                 result = asyncio.run(through(urls[side], plan))
                 ttft_ms[side].append(1e3 * statistics.median(result.ttft_s))
         print(f"{pairs} latency pairs done", file=sys.stderr)
-    return rate, busy, ttft_ms
+    return Found(rate, busy, steps, ttft_ms)
 
 
 def _order(number: int) -> Sequence[str]:
     return SIDES if number % 2 else SIDES[::-1]
 
 
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float]:
+    """The geometric mean, and by which factor either way it is uncertain (95 %)."""
+    logs = [math.log(ratio) for ratio in ratios]
+    spread = statistics.stdev(logs) if len(logs) > 1 else math.inf
+    return math.exp(statistics.mean(logs)), math.exp(1.96 * spread / math.sqrt(len(logs)))
+
+
 def main(rounds: int, pairs: int) -> None:
-    rate, busy, ttft_ms = compare(rounds, pairs)
+    found = compare(rounds, pairs)
     ratios = {
         case: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
-        for case, values in rate.items()
+        for case, values in found.rate.items()
     }
+    ttft_ms = found.ttft_ms
     added = [ours - theirs for ours, theirs in zip(*(ttft_ms[side] for side in SIDES), strict=True)]
-    by_case = {case: statistics.median(values) for case, values in ratios.items()}
+    all_ratios = [ratio for values in ratios.values() for ratio in values]
+    ratio, factor = mean_ratio(all_ratios)
+    lower, _, upper = statistics.quantiles(added, n=4, method="inclusive")
     figures = {
         "added_ttft_p50_ms": statistics.median(added),
-        "throughput_ratio": min(by_case["8 streams"], by_case["16 streams"]),
+        "throughput_ratio": ratio,
+        "throughput_ratio_lowest_95": ratio / factor,
+        "throughput_ratio_highest_95": ratio * factor,
+        "throughput_ratio_median": statistics.median(all_ratios),
+        "added_ttft_lower_quartile_ms": lower,
+        "added_ttft_upper_quartile_ms": upper,
         "ttft_p50_ms": statistics.median(ttft_ms["kvorum"]),
         "bare_ttft_p50_ms": statistics.median(ttft_ms["bare"]),
     }
     rows = []
     for case, values in ratios.items():
         name = case.replace(" ", "_")
-        lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+        ratio, factor = mean_ratio(values)
         figures |= {
-            f"throughput_ratio_{name}": by_case[case],
-            f"throughput_ratio_{name}_lower_quartile": lower,
-            f"throughput_ratio_{name}_upper_quartile": upper,
-            **{f"computing_{name}_{side}": statistics.median(busy[case][side]) for side in SIDES},
+            f"throughput_ratio_{name}": ratio,
+            **{f"computing_{name}_{side}": statistics.median(found.busy[case][side]) for side in SIDES},
+            **{f"engine_steps_{name}_{side}": found.steps[case][side] for side in SIDES},
         }
-        rows.append([f"tokens/s, {case}", *_both(rate[case], ".1f"), f"x {by_case[case]:.3f}"])
-        rows.append(["  of it computing", *_both(busy[case], ".1%"), ""])
+        rows.append(
+            [f"tokens/s, {case}", *_both(found.rate[case], ".1f"), f"x {ratio:.3f} (/ or x {factor:.3f})"]
+        )
+        rows.append(["  of it computing", *_both(found.busy[case], ".1%"), ""])
+        rows.append(["  engine steps", *(f"{found.steps[case][side]:.0f}" for side in SIDES), ""])
     rows.append(["TTFT p50 ms, 1 stream", *_both(ttft_ms, ".2f"), f"+ {figures['added_ttft_p50_ms']:.2f} ms"])
     columns = ["", "Kvorum's HTTP face", "vLLM's server", "paired"]
     report("http", "What the HTTP face costs", columns, rows, figures)
@@ -152,5 +207,5 @@ if __name__ == "__main__":
     parser.add_argument(
         "--rounds", type=int, default=16, help="throughput rounds of each side and concurrency"
     )
-    parser.add_argument("--pairs", type=int, default=31, help="latency turns of each side")
+    parser.add_argument("--pairs", type=int, default=40, help="latency turns of each side")
     main(**vars(parser.parse_args()))

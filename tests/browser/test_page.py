@@ -352,7 +352,8 @@ def test_theme_is_chosen_and_remembered(page: Page) -> None:
     assert page.text("#theme") == "Theme: dark"
     page.evaluate("window.beforeReload = true, location.reload()")
     page.wait(
-        "!window.beforeReload && document.readyState === 'complete' && document.querySelector('#theme').innerText === 'Theme: dark'"
+        "!window.beforeReload && document.readyState === 'complete'"
+        " && document.querySelector('#theme').innerText === 'Theme: dark'"
     )
     assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
     page.evaluate("localStorage.clear()")

@@ -149,7 +149,7 @@ async def test_a_request_answers_the_same_by_both_ways(sides: Sides, fields: dic
 def same_but_for_rounding(one: RequestOutput, other: RequestOutput) -> None:
     """Check log probabilities to 1e-4, and give `one` the other's.
 
-    Which samples of a request share an engine step is chance, and with the rows of a matmul its rounding changes.
+    Which samples of a request share an engine step is chance, and a matmul of more rows rounds differently.
     """
     for mine, its in zip(one.outputs, other.outputs, strict=True):
         assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)

@@ -160,6 +160,10 @@ def test_long_prompts_that_nobody_has_cached_are_named_when_nothing_else_is_wron
     assert "1.00 ms each" in finding.figures
 
 
+def test_prompts_too_short_to_say_what_a_token_takes_are_no_finding() -> None:
+    assert findings(one_by_one(6, prompt=20, prefill_s=1.0)) == []
+
+
 def test_a_replica_that_is_down_comes_first_with_its_last_words() -> None:
     down = healthy("replica-1", state="failed", last_error="shard 0 was killed")
     found = findings(waiting(24), healthy(), down)
