@@ -64,6 +64,8 @@ class Breakdown:
     context: float
     tokens: float
     """Output tokens of a mean request."""
+    least_batch: float
+    """The smallest that any request decoded in: below, the model only guesses."""
     by_batch_s: float
     by_context_s: float
     by_prefill_s: float
@@ -86,6 +88,7 @@ def breakdown(requests: Sequence[RequestRecord]) -> Breakdown | None:
         batch=batch,
         context=context,
         tokens=float(np.mean([request.output for request in seen.requests])),
+        least_batch=float(seen.batch.min()),
         by_batch_s=model.batch_s * batch,
         by_context_s=model.context_s * context,
         by_prefill_s=model.prefill_s * prefill,

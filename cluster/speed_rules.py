@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -119,7 +120,8 @@ def _batch_too_large(evidence: Evidence, parts: Breakdown) -> Finding | None:
     if parts.by_batch_s < _BATCH_SHARE * parts.tpot_s:
         return None
     model, now = parts.model, parts.model.base_s + parts.by_batch_s
-    aim = max(round(_BATCH_AIM / (1 - _BATCH_AIM) * model.base_s / model.batch_s), 1)
+    ideal = _BATCH_AIM / (1 - _BATCH_AIM) * model.base_s / model.batch_s
+    aim = max(round(ideal), math.ceil(parts.least_batch), 1)
     then = model.base_s + model.batch_s * aim
     limit = max((r.max_sequences for r in evidence.replicas), default=0)
     return Finding(

@@ -126,6 +126,12 @@ def test_a_batch_beyond_what_adds_throughput_is_told_with_a_smaller_one() -> Non
     assert "throughput x 0.8" in finding.effect
 
 
+def test_no_batch_is_advised_that_is_smaller_than_any_that_was_seen() -> None:
+    requests = [*at_once(48, 0.0), *at_once(80, 100.0), *at_once(120, 200.0)]
+    finding = findings(requests, healthy(max_sequences=128))[0]
+    assert finding.change == "--max-num-seqs 128 -> 48"
+
+
 def test_times_that_follow_the_context_are_a_matter_of_kv_bandwidth() -> None:
     requests = []
     for number, prompt in enumerate((100, 100, 2000, 8000) * 4):
