@@ -53,7 +53,8 @@ class TelemetryConfig(BaseModel):
         500,
         ge=1,
         le=60_000,
-        description="longest wait of a finished span before export; a killed process loses these, but for one a request",
+        description="longest wait of a finished span before export; a killed process loses these, "
+        "but for one of each request",
     )
     max_queued_spans: int = Field(
         8192, ge=1, description="spans waiting for one exporter; more are dropped and counted"
