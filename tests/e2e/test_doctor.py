@@ -1,7 +1,7 @@
 """`kvorum doctor` names the cause that was planted, in clusters that are slow for different reasons.
 
-Causes that show in speeds alone are planted with KVORUM_LAB=1 only: their tests need a machine whose own speed
-does not change meanwhile. A slow link with overlap off needs two hosts: tests/lab/test_doctor_link.py.
+Causes that show in speeds alone are planted with KVORUM_LAB=1 only: their tests need a machine whose own
+speed does not change meanwhile. A slow link with overlap off needs two hosts: tests/lab/test_doctor_link.py.
 """
 
 from __future__ import annotations
