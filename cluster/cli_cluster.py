@@ -129,7 +129,7 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
     where, token = _controller(name, address)
     target = _routers(name) if address is None else None
     here = states.find(name) if address is None else None
-    http, page = (here.http_url, here.viewer_url) if here else ("", "")
+    http, page, page_ca = (here.http_url, here.viewer_url, here.viewer_ca) if here else ("", "", None)
     with AdminClient(where, token) as admin:
 
         def shown() -> Any:
@@ -139,7 +139,7 @@ def status(name: str | None, address: str | None, as_json: bool, watch: bool, ov
             found = _ask(admin.status, where)
             routing = ask_routers(found, token, target)
             face = (http, ask_readiness(http, token)) if http else None
-            viewer = (page, is_alive(page)) if page else None
+            viewer = (page, is_alive(page, ca=page_ca)) if page else None
             if as_json:
                 return status_json(found, routing, face, viewer)
             lines = [http_line(*face)] if face else []

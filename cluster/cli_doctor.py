@@ -188,5 +188,5 @@ def _metrics(state: ClusterState) -> Metrics:
     from cluster.viewer_client import read_metrics as ask
     from cluster.viewer_config import viewer_key
 
-    text = ask(state.viewer_url, viewer_key(state.token)) if state.viewer_url else None
+    text = ask(state.viewer_url, viewer_key(state.token), ca=state.viewer_ca) if state.viewer_url else None
     return read_metrics(text) if text else Metrics()

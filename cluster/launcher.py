@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -254,7 +255,8 @@ def _bring_up(
         config = _with_viewer(config, state)
         if config.viewer.enabled:
             target = config.viewer.target(state.token)
-            state = _noted(state, viewer_url=config.viewer.url, viewer_otlp=target.address)
+            page = {"viewer_url": config.viewer.url, "viewer_ca": config.viewer.tls_cert}
+            state = _noted(state, **page, viewer_otlp=target.address)
         with steps.step("starting the controller", "controller is up"):
             handle = _start_controller(config, prepared, state)
         state = _noted(
@@ -274,7 +276,7 @@ def _bring_up(
     if face is not None:
         with steps.step("waiting for the HTTP face", f"HTTP face at {state.http_url}"):
             _wait_http(config, state, face, interrupts)
-    if state.viewer_url and not _viewer_answers(state.viewer_url):
+    if state.viewer_url and not _viewer_answers(state.viewer_url, state.viewer_ca):
         steps.say(f"[yellow]the viewer at {state.viewer_url} does not answer yet[/]; requests are served")
     return _noted(state, phase="running")
 
@@ -290,10 +292,10 @@ def _with_viewer(config: ClusterConfig, state: ClusterState) -> ClusterConfig:
     return config.model_copy(update={"viewer": viewer, "telemetry": telemetry})
 
 
-def _viewer_answers(url: str) -> bool:
+def _viewer_answers(url: str, ca: Path | None) -> bool:
     """Within a few seconds: it started before the engines."""
     deadline = time.monotonic() + _VIEWER_S
-    while not is_alive(url):
+    while not is_alive(url, ca=ca):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)

@@ -70,11 +70,14 @@ def check_files(config: ClusterConfig) -> None:
         if getattr(router, name) is not None
     }
     problems = [f"router.{name}: no such file: {path}" for name, path in files.items() if not path.is_file()]
-    if config.http.enabled:
+    for part, enabled, section in (
+        ("http", config.http.enabled, config.http),
+        ("viewer", config.viewer.enabled, config.viewer),
+    ):
         problems += [
-            f"http.{name}: no such file: {path}"
-            for name, path in (("tls_cert", config.http.tls_cert), ("tls_key", config.http.tls_key))
-            if path is not None and not path.is_file()
+            f"{part}.{name}: no such file: {path}"
+            for name, path in (("tls_cert", section.tls_cert), ("tls_key", section.tls_key))
+            if enabled and path is not None and not path.is_file()
         ]
     problems += [
         f"engine.lora_modules.{name}: no such folder: {path}"

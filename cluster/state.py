@@ -39,6 +39,8 @@ class ClusterState(BaseModel):
     """URL of the HTTP face, without a path; empty without one."""
     viewer_url: str = ""
     """URL of the viewer's page; empty without one."""
+    viewer_ca: Path | None = None
+    """The certificate that it has there, where the page is HTTPS."""
     viewer_otlp: str = ""
     """host:port where it takes OTLP over gRPC; empty without one."""
     owns_serve: bool = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.certificate import name_in
 from cluster.failures import BadInput
@@ -31,11 +32,19 @@ class ViewerConfig(BaseModel):
         4320, ge=0, le=65535, description="page, API, /metrics and OTLP over HTTP; 0 picks a free one"
     )
     otlp_port: int = Field(0, ge=0, le=65535, description="OTLP over gRPC; 0 picks a free one")
+    tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key the page is HTTPS")
+    tls_key: Path | None = Field(None, description="PEM private key")
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> ViewerConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
 
     @property
     def url(self) -> str:
         """What a browser on this machine opens; only of a port that is not 0."""
-        return f"http://{self._reachable}:{self.port}"
+        return f"{'http' if self.tls_cert is None else 'https'}://{self._reachable}:{self.port}"
 
     def target(self, token: str) -> ViewerTarget:
         """Where the cluster's processes send their metrics; only of a port that is not 0."""
@@ -98,6 +107,8 @@ def settings_of(
         host=viewer.host,
         http_port=viewer.port,
         otlp_port=viewer.otlp_port,
+        tls_cert=viewer.tls_cert,
+        tls_key=viewer.tls_key,
         key_digests=keys,
         max_attribute_chars=telemetry.max_attribute_chars,
     )

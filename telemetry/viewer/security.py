@@ -128,7 +128,10 @@ class Guard:
         # Only ever a path of this host: "//else.where" would be another one.
         target = "/" + scope["raw_path"].decode("latin-1").lstrip("/\\")
         response = Response(status_code=303, headers={"location": target + ("?" + rest if rest else "")})
-        response.set_cookie(COOKIE, session, max_age=_MONTH_S, httponly=True, samesite="strict")
+        secure = scope.get("scheme") == "https"
+        response.set_cookie(
+            COOKIE, session, max_age=_MONTH_S, httponly=True, samesite="strict", secure=secure
+        )
         return response
 
 

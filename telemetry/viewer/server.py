@@ -87,7 +87,8 @@ class Viewer:
             await self.stop()
             raise
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-        return ViewerAddresses(f"http://{host}:{http_port}", f"{host}:{otlp_port}")
+        scheme = "http" if self._settings.tls_cert is None else "https"
+        return ViewerAddresses(f"{scheme}://{host}:{http_port}", f"{host}:{otlp_port}")
 
     async def stop(self) -> None:
         """End it, within seconds; idempotent."""
@@ -130,7 +131,16 @@ class Viewer:
             limit_concurrency=_MOST_CONNECTIONS,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
+            ssl_certfile=self._settings.tls_cert,
+            ssl_keyfile=self._settings.tls_key,
         )
+        try:
+            config.load()
+        except OSError as error:  # an SSLError is one
+            bound.close()
+            raise OSError(
+                f"the viewer's certificate {self._settings.tls_cert} is of no use: {error}"
+            ) from error
         self._http = server = _Server(config)
         self._serving = asyncio.create_task(server.serve(sockets=[bound]), name="viewer-http")
         up = asyncio.create_task(server.up.wait())

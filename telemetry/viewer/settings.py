@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +21,8 @@ class ViewerSettings(BaseModel):
     key_digests: tuple[str, ...] = Field(
         (), description="hex SHA-256 of each key; without any, none is asked for"
     )
+    tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key the page is HTTPS")
+    tls_key: Path | None = Field(None, description="PEM private key")
     max_body_mib: int = Field(16, ge=1, le=1024, description="largest OTLP export, decompressed")
     max_exports: int = Field(
         8, ge=1, description="OTLP exports taken in at a time, over HTTP and over gRPC each"
