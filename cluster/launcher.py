@@ -14,13 +14,12 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster import rayhost, serving, teardown
+from cluster import rayhost, serving, teardown, viewer_start
 from cluster import state as states
 from cluster.adminclient import AdminClient
 from cluster.config import ClusterConfig
@@ -33,8 +32,6 @@ from cluster.ports import free_port
 from cluster.preflight import check_files, check_fits_here, check_http, check_ports, own_cores
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
-from cluster.viewer_client import is_alive
-from cluster.viewer_config import told_of_viewer
 from protos import admin_pb2
 from protos.errors import KvorumError
 
@@ -48,7 +45,6 @@ _WATCH_S = 1.0
 _GIVE_UP_AFTER = 2
 """Failed starts of a replica that never was ready: its next one will fail too."""
 _SILENCE_S = 30.0
-_VIEWER_S = 5.0
 _DEAD_AFTER_S = 20.0
 """A controller that restarts is silent for seconds; one that is for longer, while launching, is lost."""
 
@@ -252,7 +248,7 @@ def _bring_up(
         note.text = f"private Ray at {address}" if head else f"joined Ray at {address}"
     try:
         interrupts.install()  # Ray took SIGTERM
-        config = _with_viewer(config, state)
+        config = viewer_start.with_viewer(config, state.token)
         if config.viewer.enabled:
             target = config.viewer.target(state.token)
             page = {"viewer_url": config.viewer.url, "viewer_ca": config.viewer.tls_cert}
@@ -276,30 +272,9 @@ def _bring_up(
     if face is not None:
         with steps.step("waiting for the HTTP face", f"HTTP face at {state.http_url}"):
             _wait_http(config, state, face, interrupts)
-    if state.viewer_url and not _viewer_answers(state.viewer_url, state.viewer_ca):
+    if state.viewer_url and not viewer_start.answers(state.viewer_url, state.viewer_ca):
         steps.say(f"[yellow]the viewer at {state.viewer_url} does not answer yet[/]; requests are served")
     return _noted(state, phase="running")
-
-
-def _with_viewer(config: ClusterConfig, state: ClusterState) -> ClusterConfig:
-    """The viewer's ports chosen, and every process told where it is. In the Ray that it will run in."""
-    viewer = config.viewer
-    if not viewer.enabled:
-        return config
-    ports = {name: getattr(viewer, name) or free_port(viewer.host) for name in ("port", "otlp_port")}
-    viewer = viewer.model_copy(update=ports)
-    telemetry = told_of_viewer(config.telemetry, viewer, state.token)
-    return config.model_copy(update={"viewer": viewer, "telemetry": telemetry})
-
-
-def _viewer_answers(url: str, ca: Path | None) -> bool:
-    """Within a few seconds: it started before the engines."""
-    deadline = time.monotonic() + _VIEWER_S
-    while not is_alive(url, ca=ca):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 def _start_http(config: ClusterConfig, state: ClusterState, handle: ControllerHandle) -> ClusterState:

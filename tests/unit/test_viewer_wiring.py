@@ -23,13 +23,13 @@ from cluster.cli_cluster import _say_what_next
 from cluster.config import ClusterConfig, load
 from cluster.display import Steps, status_json, viewer_line
 from cluster.failures import BadInput
-from cluster.launcher import _with_viewer
 from cluster.openai.settings import digest
 from cluster.preflight import check_ports
 from cluster.viewer_actor import ViewerActor, ViewerSpec, viewer_spec
 from cluster.viewer_client import is_alive, read_metrics
 from cluster.viewer_config import ViewerConfig, router_tls, settings_of, told_of_viewer, viewer_key
 from cluster.viewer_sources import ClusterSources
+from cluster.viewer_start import with_viewer
 from protos import admin_pb2, admin_pb2_grpc, replica_pb2
 from protos.channels import bind, create_server
 from protos.errors import KvorumError
@@ -53,7 +53,7 @@ def configured(**overrides: Any) -> ClusterConfig:
 
 
 def test_chosen_ports_are_in_the_url_and_in_what_processes_are_told(tmp_path: Path) -> None:
-    config = _with_viewer(configured(viewer={"port": 0}), fake_state(tmp_path))
+    config = with_viewer(configured(viewer={"port": 0}), TOKEN)
     viewer, target = config.viewer, config.telemetry.viewer
     assert viewer.port
     assert viewer.otlp_port
@@ -65,7 +65,7 @@ def test_chosen_ports_are_in_the_url_and_in_what_processes_are_told(tmp_path: Pa
 
 def test_without_a_viewer_nobody_is_told_of_one(tmp_path: Path) -> None:
     config = configured(viewer={"enabled": False})
-    assert _with_viewer(config, fake_state(tmp_path)) == config
+    assert with_viewer(config, TOKEN) == config
     off = TelemetryConfig(enabled=False)
     assert told_of_viewer(off, ViewerConfig(port=1, otlp_port=2), TOKEN) == off
 
