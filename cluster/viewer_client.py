@@ -23,7 +23,7 @@ def read_metrics(url: str, key: str, timeout_s: float = 5.0, *, ca: Path | None 
 
 def _get(url: str, path: str, key: str, ca: Path | None, timeout_s: float) -> bytes | None:
     where = urlsplit(url)
-    host, port = where.hostname or "", where.port or 80
+    host, port = where.hostname or "", where.port
     try:
         connection = (
             http.client.HTTPConnection(host, port, timeout=timeout_s)

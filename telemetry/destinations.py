@@ -74,5 +74,5 @@ def _pipe(
         max_queue=config.max_queued_spans,
         max_batch=config.max_batch_spans,
         delay_s=config.export_delay_ms / 1e3,
-        done=(lambda _spans: None) if journal is None else journal.exported,
+        done=None if journal is None else journal.exported,
     )

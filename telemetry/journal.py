@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ _LENGTH_AT = _ALIVE_AT + _ALIVE.size
 _RESOURCE_AT = _LENGTH_AT + _LENGTH.size
 _SLOT = struct.Struct("<B7x16s8s8sQQ40s32s")
 """State, trace, span and parent ids, start, end, name, error.type."""
-_STATE_BYTES = 1
+_END, _END_AT = struct.Struct("<Q"), 48
+_ERROR, _ERROR_AT = struct.Struct("<32s"), 96
 _FREE, _OPEN, _ENDED = 0, 1, 2
 
 
@@ -109,7 +111,9 @@ class SpanJournal(SpanProcessor):
         self._free = list(range(SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
         self._closed = threading.Event()
-        os.register_at_fork(after_in_child=self._leave_to_parent)
+        # The hook stays for ever; weak, it does not keep a journal that is done with.
+        leave = weakref.WeakMethod(self._leave_to_parent)
+        os.register_at_fork(after_in_child=lambda: (method := leave()) and method())
         threading.Thread(target=self._tick, name="spans-journal", daemon=True).start()
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
@@ -137,15 +141,15 @@ class SpanJournal(SpanProcessor):
             return
         at = _HEADER_BYTES + slot * _SLOT.size
         error = str((span.attributes or {}).get(spans.ERROR_TYPE, "")).encode()[:32]
-        state, *ids, start_ns, _end_ns, name, _error = _SLOT.unpack_from(self._map, at)
-        _SLOT.pack_into(self._map, at, state, *ids, start_ns, span.end_time or 0, name, error)
+        _END.pack_into(self._map, at + _END_AT, span.end_time or 0)
+        _ERROR.pack_into(self._map, at + _ERROR_AT, error)
         self._map[at] = _ENDED
 
     def exported(self, batch: Iterable[ReadableSpan]) -> None:
         """These have arrived, or never will: nobody need care for them any more."""
         for span in batch:
             slot = self._slots.pop(span.context.span_id, None) if span.context is not None else None
-            if slot is not None and not self._closed.is_set():
+            if slot is not None:  # also after `shutdown`: the last export may take longer
                 self._map[_HEADER_BYTES + slot * _SLOT.size] = _FREE
                 self._free.append(slot)
 
@@ -169,6 +173,7 @@ class SpanJournal(SpanProcessor):
 
     def _leave_to_parent(self) -> None:
         """In a fork: what is noted here is the parent's, and so is the lock."""
+        self._slots = {}
         if not self._closed.is_set():
             self._closed.set()
             with suppress(OSError):

@@ -71,14 +71,14 @@ class SpanPipe(SpanProcessor):
         max_queue: int,
         max_batch: int,
         delay_s: float,
-        done: Callable[[Sequence[ReadableSpan]], None] = lambda _spans: None,
+        done: Callable[[Sequence[ReadableSpan]], None] | None = None,
     ) -> None:
         self._exporter = exporter
         self._target = target
         self._max_queue = max_queue
         self._max_batch = max_batch
         self._delay_s = delay_s
-        self._done = done
+        self._done = done or (lambda _spans: None)
         self._next_log = 0.0
         self._reset()
         # The SDK offers no hook for forks; a weak method lets a discarded pipe be collected.

@@ -11,15 +11,15 @@ close together those of a wave arrive: the engine computes late ones in steps of
 A virtual machine's speed may change twofold within seconds: the same steps take 15 % more or less from round
 to round. So rounds are short and many, and the ratio is the geometric mean of all pairs, with its interval.
 What does not change with the machine is printed as well: the steps in which either engine computed the
-same rounds, and the share of a round in which its computing thread ran. Where both are equal, nothing of
-what is in front of an engine limits it. A first token's prompt is short for the same reason: what is added to
-it does not depend on its length, and the time to compute a long one is noise here.
+same rounds. Where they are equal, what differs is how long a step takes. A first token is asked for with a
+short prompt and with one of several engine steps: what is in front of an engine adds as much to both.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import re
 import statistics
@@ -28,7 +28,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +53,9 @@ TOKENS = 32
 ANSWERS = 2
 """Of each stream in a round."""
 MODEL = "smollm2"
-SHORT_PROMPT = 16
-FIRST_TOKENS = 5
+SHORT, LONG = PROMPTS = (128, 1024)
+"""Tokens of the prompts whose first token is timed."""
+FIRST_TOKENS = 3
 """Asked for one after the other in a turn."""
 
 Values = dict[str, list[float]]
@@ -72,15 +72,6 @@ async def through(url: str, plan: Round) -> Result:
         return await run(stream, plan)
 
 
-def thread_times() -> dict[tuple[str, str], float]:
-    """CPU seconds of every thread of this machine, by process and thread."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/schedstat"):
-        with suppress(OSError):  # it has ended
-            found[path.parts[2], path.parts[4]] = int(path.read_text().split()[0]) / 1e9
-    return found
-
-
 def steps_of(url: str) -> float:
     """How often the engine whose metrics are there has computed."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
@@ -94,19 +85,17 @@ class Found:
 
     rate: dict[str, Values]
     """Tokens per second of each round."""
-    busy: dict[str, Values]
-    """Share of each round in which the busiest thread ran."""
     steps: dict[str, dict[str, float]]
     """Of all rounds of the case, the first one that warms up included."""
-    ttft_ms: Values
+    ttft_ms: dict[int, Values]
+    """By prompt tokens and side, of each turn."""
 
 
 def compare(rounds: int, pairs: int) -> Found:
     """Both sides by turns."""
     rate: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
-    busy: dict[str, Values] = {case: {side: [] for side in SIDES} for case in CASES}
     steps: dict[str, dict[str, float]] = {case: {} for case in CASES}
-    ttft_ms: Values = {side: [] for side in SIDES}
+    ttft_ms: dict[int, Values] = {prompt: {side: [] for side in SIDES} for prompt in PROMPTS}
     flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
     model = prepare("smollm2").path
     with (
@@ -117,31 +106,27 @@ def compare(rounds: int, pairs: int) -> Found:
         urls = {"kvorum": state.http_url, "bare": bare}
         metrics = {"kvorum": state.viewer_url, "bare": bare}
 
-        for case, (count, spread) in CASES.items():
+        for place, (case, (count, spread)) in enumerate(CASES.items()):
             time.sleep(PUSHED_S)
             began = {side: steps_of(metrics[side]) for side in SIDES}
             for number in range(-1, rounds):  # the first one warms both sides up
-                plan = Round(1000 * count + number, ANSWERS * count, count, 64, TOKENS, spread)
+                plan = Round(1000 * place + number, ANSWERS * count, count, 64, TOKENS, spread)
                 for side in _order(number):
                     time.sleep(SETTLE_S)
-                    before = thread_times()
                     result = asyncio.run(through(urls[side], plan))
-                    if number < 0:
-                        continue
-                    rate[case][side].append(result.tokens / result.elapsed_s)
-                    ran = max(now - before.get(key, now) for key, now in thread_times().items())
-                    busy[case][side].append(ran / result.elapsed_s)
+                    if number >= 0:
+                        rate[case][side].append(result.tokens / result.elapsed_s)
             time.sleep(PUSHED_S)
             steps[case] = {side: steps_of(metrics[side]) - began[side] for side in SIDES}
             print(f"{rounds} rounds of {case} done", file=sys.stderr)
-        for number in range(pairs):
-            plan = Round(90_000 + number, FIRST_TOKENS, 1, SHORT_PROMPT, output_tokens=2)
+        for number, prompt in itertools.product(range(pairs), PROMPTS):
+            plan = Round(90_000 + prompt + number, FIRST_TOKENS, 1, prompt, output_tokens=2)
             for side in _order(number):
                 time.sleep(SETTLE_S)
                 result = asyncio.run(through(urls[side], plan))
-                ttft_ms[side].append(1e3 * statistics.median(result.ttft_s))
+                ttft_ms[prompt][side].append(1e3 * statistics.median(result.ttft_s))
         print(f"{pairs} latency pairs done", file=sys.stderr)
-    return Found(rate, busy, steps, ttft_ms)
+    return Found(rate, steps, ttft_ms)
 
 
 def _order(number: int) -> Sequence[str]:
@@ -161,21 +146,24 @@ def main(rounds: int, pairs: int) -> None:
         case: [ours / theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
         for case, values in found.rate.items()
     }
-    ttft_ms = found.ttft_ms
-    added = [ours - theirs for ours, theirs in zip(*(ttft_ms[side] for side in SIDES), strict=True)]
+    added = {
+        prompt: [ours - theirs for ours, theirs in zip(*(values[side] for side in SIDES), strict=True)]
+        for prompt, values in found.ttft_ms.items()
+    }
     all_ratios = [ratio for values in ratios.values() for ratio in values]
     ratio, factor = mean_ratio(all_ratios)
-    lower, _, upper = statistics.quantiles(added, n=4, method="inclusive")
+    lower, _, upper = statistics.quantiles(added[SHORT], n=4, method="inclusive")
     figures = {
-        "added_ttft_p50_ms": statistics.median(added),
+        "added_ttft_p50_ms": statistics.median(added[SHORT]),
         "throughput_ratio": ratio,
         "throughput_ratio_lowest_95": ratio / factor,
         "throughput_ratio_highest_95": ratio * factor,
         "throughput_ratio_median": statistics.median(all_ratios),
         "added_ttft_lower_quartile_ms": lower,
         "added_ttft_upper_quartile_ms": upper,
-        "ttft_p50_ms": statistics.median(ttft_ms["kvorum"]),
-        "bare_ttft_p50_ms": statistics.median(ttft_ms["bare"]),
+        f"added_ttft_p50_ms_{LONG}": statistics.median(added[LONG]),
+        "ttft_p50_ms": statistics.median(found.ttft_ms[SHORT]["kvorum"]),
+        "bare_ttft_p50_ms": statistics.median(found.ttft_ms[SHORT]["bare"]),
     }
     rows = []
     for case, values in ratios.items():
@@ -183,15 +171,15 @@ def main(rounds: int, pairs: int) -> None:
         ratio, factor = mean_ratio(values)
         figures |= {
             f"throughput_ratio_{name}": ratio,
-            **{f"computing_{name}_{side}": statistics.median(found.busy[case][side]) for side in SIDES},
             **{f"engine_steps_{name}_{side}": found.steps[case][side] for side in SIDES},
         }
         rows.append(
             [f"tokens/s, {case}", *_both(found.rate[case], ".1f"), f"x {ratio:.3f} (/ or x {factor:.3f})"]
         )
-        rows.append(["  of it computing", *_both(found.busy[case], ".1%"), ""])
         rows.append(["  engine steps", *(f"{found.steps[case][side]:.0f}" for side in SIDES), ""])
-    rows.append(["TTFT p50 ms, 1 stream", *_both(ttft_ms, ".2f"), f"+ {figures['added_ttft_p50_ms']:.2f} ms"])
+    for prompt, values in found.ttft_ms.items():
+        told = f"+ {statistics.median(added[prompt]):.2f} ms"
+        rows.append([f"TTFT p50 ms, {prompt} prompt tokens", *_both(values, ".2f"), told])
     columns = ["", "Kvorum's HTTP face", "vLLM's server", "paired"]
     report("http", "What the HTTP face costs", columns, rows, figures)
 

@@ -11,18 +11,9 @@ from protos.errors import KvorumError
 from router.client import KvorumClient
 from telemetry import spans
 from tests.e2e.conftest import RunningCluster, collect
+from tests.e2e.span_tree import PARENTS
 
 pytestmark = pytest.mark.cluster
-
-PARENTS = {
-    spans.ROUTER_TOKENIZE: spans.ROUTER_REQUEST,
-    spans.ROUTER_ROUTE: spans.ROUTER_REQUEST,
-    spans.ROUTER_FORWARD: spans.ROUTER_REQUEST,
-    spans.REPLICA_GENERATE: spans.ROUTER_FORWARD,
-    spans.REPLICA_QUEUE: spans.REPLICA_GENERATE,
-    spans.REPLICA_PREFILL: spans.REPLICA_GENERATE,
-    spans.REPLICA_DECODE: spans.REPLICA_GENERATE,
-}
 
 
 async def test_a_request_is_one_trace_below_the_callers_span(

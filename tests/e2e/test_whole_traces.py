@@ -21,20 +21,11 @@ from telemetry import spans
 from telemetry.record import StoredSpan
 from telemetry.store import SpanStore
 from tests.e2e.conftest import ClusterSlot, RunningCluster
+from tests.e2e.span_tree import PARENTS as ROUTER_PARENTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 
-PARENTS = {
-    spans.ROUTER_REQUEST: spans.HTTP_REQUEST,
-    spans.ROUTER_TOKENIZE: spans.ROUTER_REQUEST,
-    spans.ROUTER_ROUTE: spans.ROUTER_REQUEST,
-    spans.ROUTER_FORWARD: spans.ROUTER_REQUEST,
-    spans.REPLICA_GENERATE: spans.ROUTER_FORWARD,
-    spans.REPLICA_QUEUE: spans.REPLICA_GENERATE,
-    spans.REPLICA_PREFILL: spans.REPLICA_GENERATE,
-    spans.REPLICA_DECODE: spans.REPLICA_GENERATE,
-}
-"""Of architecture's tree, all that a request of the HTTP face has which does not wait to be admitted."""
+PARENTS = {spans.ROUTER_REQUEST: spans.HTTP_REQUEST, **ROUTER_PARENTS}
 STREAMS = 4
 LONG = 1500
 _SLACK_NS = 2_000_000
