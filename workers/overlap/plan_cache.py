@@ -22,8 +22,8 @@ from workers.checkpoint_cache import CACHE_DIR_VARIABLE
 from workers.overlap.cost_model import AllReduceCost, Sample
 from workers.overlap.plan import Plan
 
-FORMAT = 2
-"""Of the file; raised when the meaning of any of its fields changes."""
+FORMAT = 3
+"""Of the file; raised when the meaning of any of its fields changes, or what their times are taken of."""
 
 FILES_KEPT = 64
 LARGEST_FILE_BYTES = 1 << 20
