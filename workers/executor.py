@@ -35,7 +35,7 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _AT_START = ("LD_PRELOAD", "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "KVORUM_CLUSTER_ID")
 _PARENT_CHECK_S = 0.5
 _HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-"""Weights in pages of 2 MiB, where the system gives them to those who ask (`madvise`, the usual setting): each
+"""Weights in pages of 2 MiB, where the system gives them to those who ask (`madvise`, as usual): each
 step reads all weights, and misses the translation cache less. Decode steps take 4 % less time."""
 
 

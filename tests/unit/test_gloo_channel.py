@@ -1,4 +1,4 @@
-"""The channel over gloo sums as gloo's own AllReduce does, to the last bit: two ranks (which gather) and three."""
+"""The channel over gloo sums as gloo's own AllReduce does, to the last bit: two ranks, which gather, and 3."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from workers.overlap.cost_model import AllReduceCost, Sample
 from workers.overlap.plan import Plan
 
 FORMAT = 3
-"""Of the file; raised when the meaning of any of its fields changes, or what their times are taken of."""
+"""Of the file; raised when the meaning of any of its fields changes, or what is timed."""
 
 FILES_KEPT = 64
 LARGEST_FILE_BYTES = 1 << 20
