@@ -1,4 +1,4 @@
-"""The channel over gloo sums as gloo's own AllReduce does, to the last bit: two ranks, which gather, and 3."""
+"""The channel over gloo sums as gloo itself does, to the last bit: two ranks, which gather, and three."""
 
 from __future__ import annotations
 
