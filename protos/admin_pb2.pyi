@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import common_pb2 as _common_pb2
+from protos import kvpool_pb2 as _kvpool_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -256,6 +257,7 @@ class ReplicaStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    NO_POOL_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     epoch: _builtins.str
     state: Global___ReplicaState.ValueType
@@ -270,6 +272,8 @@ class ReplicaStatus(_message.Message):
     last_error: _builtins.str
     overlap: _builtins.str
     """one line: how its steps are split, or why they are not; empty: not known"""
+    no_pool: _builtins.str
+    """why it shares no KV blocks although a pool is wanted; empty: it does, or none is"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStatus]: ...
     @_builtins.property
@@ -291,10 +295,11 @@ class ReplicaStatus(_message.Message):
         restarts: _builtins.int = ...,
         last_error: _builtins.str = ...,
         overlap: _builtins.str = ...,
+        no_pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age_s", b"age_s", "engine_core_pid", b"engine_core_pid", "epoch", b"epoch", "last_error", b"last_error", "load", b"load", "node", b"node", "overlap", b"overlap", "pid", b"pid", "replica", b"replica", "restarts", b"restarts", "shards", b"shards", "state", b"state", "state_for_s", b"state_for_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age_s", b"age_s", "engine_core_pid", b"engine_core_pid", "epoch", b"epoch", "last_error", b"last_error", "load", b"load", "no_pool", b"no_pool", "node", b"node", "overlap", b"overlap", "pid", b"pid", "replica", b"replica", "restarts", b"restarts", "shards", b"shards", "state", b"state", "state_for_s", b"state_for_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +362,7 @@ class ClusterStatus(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
     CONTROLLER_PID_FIELD_NUMBER: _builtins.int
+    KV_POOLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tensor_parallel_size: _builtins.int
     pipeline_parallel_size: _builtins.int
@@ -367,6 +373,10 @@ class ClusterStatus(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]: ...
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
+    @_builtins.property
+    def kv_pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPoolStatus]:
+        """by host; none unless a KV pool is wanted"""
+
     def __init__(
         self,
         *,
@@ -377,14 +387,54 @@ class ClusterStatus(_message.Message):
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
         controller_pid: _builtins.int = ...,
+        kv_pools: _abc.Iterable[Global___KvPoolStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_pid", b"controller_pid", "model", b"model", "name", b"name", "pipeline_parallel_size", b"pipeline_parallel_size", "replicas", b"replicas", "routers", b"routers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_pid", b"controller_pid", "kv_pools", b"kv_pools", "model", b"model", "name", b"name", "pipeline_parallel_size", b"pipeline_parallel_size", "replicas", b"replicas", "routers", b"routers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class KvPoolStatus(_message.Message):
+    """The memory of one host that its replicas share KV blocks in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    SILENCE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    agent: _builtins.str
+    """host:port; empty: it never listened"""
+    silence: _builtins.str
+    """why the agent does not answer; empty: it does"""
+    pid: _builtins.int
+    """of the agent"""
+    @_builtins.property
+    def report(self) -> _kvpool_pb2.AgentReport:
+        """the last one that came"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        silence: _builtins.str = ...,
+        report: _kvpool_pb2.AgentReport | None = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "node", b"node", "pid", b"pid", "report", b"report", "silence", b"silence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPoolStatus: _TypeAlias = KvPoolStatus  # noqa: Y015
 
 @_typing.final
 class GetOverlapRequest(_message.Message):

@@ -571,6 +571,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_CREATION_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """of the prompt, found in the replica's KV cache"""
@@ -578,6 +579,8 @@ class Usage(_message.Message):
     """over all n sequences"""
     cache_creation_tokens: _builtins.int
     """of the prompt, newly written to the replica's KV cache"""
+    pooled_tokens: _builtins.int
+    """of the cached tokens, those loaded from the host's pool for this request"""
     def __init__(
         self,
         *,
@@ -585,10 +588,11 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cache_creation_tokens: _builtins.int | None = ...,
+        pooled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_creation_tokens", b"_cache_creation_tokens", "cache_creation_tokens", b"cache_creation_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_creation_tokens", b"_cache_creation_tokens", "cache_creation_tokens", b"cache_creation_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_creation_tokens", b"_cache_creation_tokens", "cache_creation_tokens", b"cache_creation_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "pooled_tokens", b"pooled_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_creation_tokens: _TypeAlias = _typing.Literal["cache_creation_tokens"]  # noqa: Y015
     _WhichOneofArgType__cache_creation_tokens: _TypeAlias = _typing.Literal["_cache_creation_tokens", b"_cache_creation_tokens"]  # noqa: Y015
@@ -647,6 +651,7 @@ class GenerateResponse(_message.Message):
     SERVED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    KV_FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceDelta]: ...
     @_builtins.property
@@ -665,6 +670,10 @@ class GenerateResponse(_message.Message):
     def times(self) -> Global___EngineTimes:
         """on the first message (queue and prefill) and on the last"""
 
+    @_builtins.property
+    def kv_fetch(self) -> Global___KvFetch:
+        """on the first message, when another host was asked for blocks"""
+
     def __init__(
         self,
         *,
@@ -673,14 +682,52 @@ class GenerateResponse(_message.Message):
         served: Global___Served | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         times: Global___EngineTimes | None = ...,
+        kv_fetch: Global___KvFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["served", b"served", "times", b"times", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_fetch", b"kv_fetch", "served", b"served", "times", b"times", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "prompt_logprobs", b"prompt_logprobs", "served", b"served", "times", b"times", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "kv_fetch", b"kv_fetch", "prompt_logprobs", b"prompt_logprobs", "served", b"served", "times", b"times", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class KvFetch(_message.Message):
+    """What asking another host for blocks brought; see ReplicaGenerateRequest.kv_source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """that was asked"""
+    blocks: _builtins.int
+    """that arrived"""
+    bytes: _builtins.int
+    seconds: _builtins.float
+    """from asking to the last block"""
+    failed: _builtins.str
+    """why fewer arrived than were asked for; empty: all did"""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        failed: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "blocks", b"blocks", "bytes", b"bytes", "failed", b"failed", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvFetch: _TypeAlias = KvFetch  # noqa: Y015
 
 @_typing.final
 class EngineTimes(_message.Message):
@@ -729,6 +776,9 @@ class ReplicaLoad(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_BACKLOG_PAIRS_FIELD_NUMBER: _builtins.int
+    POOL_LOAD_MS_PER_BLOCK_FIELD_NUMBER: _builtins.int
+    POOL_READY_BLOCKS_FIELD_NUMBER: _builtins.int
+    POOL_SLOTS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     kv_usage: _builtins.float
@@ -755,6 +805,12 @@ class ReplicaLoad(_message.Message):
     """computed in one engine step"""
     prefill_backlog_pairs: _builtins.float
     """Of the same tokens: pairs of token and context before it, sum of u*(c + u/2)."""
+    pool_load_ms_per_block: _builtins.float
+    """measured over recent loads from the host's pool; 0 until then"""
+    pool_ready_blocks: _builtins.int
+    """in the host's pool, whoever stored them"""
+    pool_slots: _builtins.int
+    """0: no pool"""
     def __init__(
         self,
         *,
@@ -774,10 +830,13 @@ class ReplicaLoad(_message.Message):
         max_sequences: _builtins.int = ...,
         max_batch_tokens: _builtins.int = ...,
         prefill_backlog_pairs: _builtins.float = ...,
+        pool_load_ms_per_block: _builtins.float = ...,
+        pool_ready_blocks: _builtins.int = ...,
+        pool_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_step_ms", b"decode_step_ms", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "max_batch_tokens", b"max_batch_tokens", "max_sequences", b"max_sequences", "preemptions", b"preemptions", "prefill_backlog_pairs", b"prefill_backlog_pairs", "prefill_backlog_tokens", b"prefill_backlog_tokens", "prefill_ms_per_token", b"prefill_ms_per_token", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "sequences", b"sequences", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_step_ms", b"decode_step_ms", "generated_tokens", b"generated_tokens", "kv_blocks", b"kv_blocks", "kv_usage", b"kv_usage", "max_batch_tokens", b"max_batch_tokens", "max_sequences", b"max_sequences", "pool_load_ms_per_block", b"pool_load_ms_per_block", "pool_ready_blocks", b"pool_ready_blocks", "pool_slots", b"pool_slots", "preemptions", b"preemptions", "prefill_backlog_pairs", b"prefill_backlog_pairs", "prefill_backlog_tokens", b"prefill_backlog_tokens", "prefill_ms_per_token", b"prefill_ms_per_token", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "running", b"running", "sequences", b"sequences", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -428,6 +428,7 @@ class ReportEndRequest(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KV_FETCH_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     ttft_s: _builtins.float
     """as the client measured it; absent: no token came"""
@@ -442,6 +443,10 @@ class ReportEndRequest(_message.Message):
     def usage(self) -> _common_pb2.Usage: ...
     @_builtins.property
     def times(self) -> _common_pb2.EngineTimes: ...
+    @_builtins.property
+    def kv_fetch(self) -> _common_pb2.KvFetch:
+        """as the first message had it"""
+
     def __init__(
         self,
         *,
@@ -453,10 +458,11 @@ class ReportEndRequest(_message.Message):
         finished: _builtins.bool = ...,
         code: _builtins.int = ...,
         reason: _common_pb2.Reason.ValueType = ...,
+        kv_fetch: _common_pb2.KvFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "kv_fetch", b"kv_fetch", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "code", b"code", "finished", b"finished", "lost", b"lost", "reason", b"reason", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s", "attempt_id", b"attempt_id", "code", b"code", "finished", b"finished", "kv_fetch", b"kv_fetch", "lost", b"lost", "reason", b"reason", "times", b"times", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
@@ -591,6 +597,7 @@ class CandidateReport(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
     KV_USAGE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     epoch: _builtins.str
     chosen: _builtins.bool
@@ -601,7 +608,7 @@ class CandidateReport(_message.Message):
     pending_tokens: _builtins.int
     """of a prompt in flight there: cached by the time this one runs"""
     pooled_tokens: _builtins.int
-    """to be fetched"""
+    """to be fetched from the memory of its host or another"""
     uncached_tokens: _builtins.int
     """to be computed"""
     queue_ms: _builtins.float
@@ -623,6 +630,8 @@ class CandidateReport(_message.Message):
     """estimated, all routers"""
     backlog_tokens: _builtins.int
     kv_usage: _builtins.float
+    source: _builtins.str
+    """the agent of the other host, when it is to be asked first"""
     def __init__(
         self,
         *,
@@ -646,10 +655,11 @@ class CandidateReport(_message.Message):
         sequences: _builtins.int = ...,
         backlog_tokens: _builtins.int = ...,
         kv_usage: _builtins.float = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "backlog_tokens", b"backlog_tokens", "cached_tokens", b"cached_tokens", "chosen", b"chosen", "degraded", b"degraded", "epoch", b"epoch", "fetch_ms", b"fetch_ms", "harm_ms", b"harm_ms", "interference_ms", b"interference_ms", "kv_usage", b"kv_usage", "overhead_ms", b"overhead_ms", "pending_tokens", b"pending_tokens", "pooled_tokens", b"pooled_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "replica", b"replica", "score_ms", b"score_ms", "sequences", b"sequences", "ttft_ms", b"ttft_ms", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "backlog_tokens", b"backlog_tokens", "cached_tokens", b"cached_tokens", "chosen", b"chosen", "degraded", b"degraded", "epoch", b"epoch", "fetch_ms", b"fetch_ms", "harm_ms", b"harm_ms", "interference_ms", b"interference_ms", "kv_usage", b"kv_usage", "overhead_ms", b"overhead_ms", "pending_tokens", b"pending_tokens", "pooled_tokens", b"pooled_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "replica", b"replica", "score_ms", b"score_ms", "sequences", b"sequences", "source", b"source", "ttft_ms", b"ttft_ms", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,33 +25,37 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/replica.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"\xf0\x01\n\x16ReplicaGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x0c\n\x04lora\x18\x07 \x01(\t\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x08 \x01(\x05\x12\x12\n\nattempt_id\x18\t \x01(\t\"\x15\n\x13WatchReplicaRequest\"\xbb\x02\n\rReplicaUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1a.kvorum.v1.ReplicaSnapshot\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.kvorum.v1.ReplicaLoad\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12&\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x16.kvorum.v1.BlockChange\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x17\n\x0f\x62locks_degraded\x18\x08 \x01(\t\x12\x13\n\x0b\x62locks_more\x18\t \x01(\x08\x12\x19\n\x0c\x62locks_count\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nblocks_xor\x18\x0b \x01(\x06\x42\x0f\n\r_blocks_count\"^\n\x0b\x42lockChange\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvorum.v1.Tier\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\"\x89\x01\n\x0fReplicaSnapshot\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x12\n\nkey_scheme\x18\x04 \x01(\t\x12\x17\n\x0fresident_blocks\x18\x05 \x01(\x03\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\" \n\rDrainResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*)\n\x04Tier\x12\n\n\x06\x44\x45VICE\x10\x00\x12\x08\n\x04HOST\x10\x01\x12\x0b\n\x07STORAGE\x10\x02\x32\xaa\x02\n\x07Replica\x12L\n\x08Generate\x12!.kvorum.v1.ReplicaGenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12J\n\x0cWatchReplica\x12\x1e.kvorum.v1.WatchReplicaRequest\x1a\x18.kvorum.v1.ReplicaUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvorum.v1.DrainRequest\x1a\x18.kvorum.v1.DrainResponse\x12I\n\nGetMetrics\x12\x1c.kvorum.v1.GetMetricsRequest\x1a\x1d.kvorum.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/replica.proto\x12\tkvorum.v1\x1a\x13protos/common.proto\"\x98\x02\n\x16ReplicaGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x13\n\x0bprompt_text\x18\x03 \x01(\t\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvorum.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x0c\n\x04lora\x18\x07 \x01(\t\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x08 \x01(\x05\x12\x12\n\nattempt_id\x18\t \x01(\t\x12&\n\tkv_source\x18\n \x01(\x0b\x32\x13.kvorum.v1.KvSource\")\n\x08KvSource\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x05\"\x15\n\x13WatchReplicaRequest\"\xbb\x02\n\rReplicaUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1a.kvorum.v1.ReplicaSnapshot\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.kvorum.v1.ReplicaLoad\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12&\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x16.kvorum.v1.BlockChange\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x17\n\x0f\x62locks_degraded\x18\x08 \x01(\t\x12\x13\n\x0b\x62locks_more\x18\t \x01(\x08\x12\x19\n\x0c\x62locks_count\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nblocks_xor\x18\x0b \x01(\x06\x42\x0f\n\r_blocks_count\"^\n\x0b\x42lockChange\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvorum.v1.Tier\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\"\xaa\x01\n\x0fReplicaSnapshot\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.kvorum.v1.ModelInfo\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x12\n\nkey_scheme\x18\x04 \x01(\t\x12\x17\n\x0fresident_blocks\x18\x05 \x01(\x03\x12\x1f\n\x04pool\x18\x06 \x01(\x0b\x32\x11.kvorum.v1.KvPool\"N\n\x06KvPool\x12\r\n\x05\x61rena\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x03\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\" \n\rDrainResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*)\n\x04Tier\x12\n\n\x06\x44\x45VICE\x10\x00\x12\x08\n\x04HOST\x10\x01\x12\x0b\n\x07STORAGE\x10\x02\x32\xaa\x02\n\x07Replica\x12L\n\x08Generate\x12!.kvorum.v1.ReplicaGenerateRequest\x1a\x1b.kvorum.v1.GenerateResponse0\x01\x12J\n\x0cWatchReplica\x12\x1e.kvorum.v1.WatchReplicaRequest\x1a\x18.kvorum.v1.ReplicaUpdate0\x01\x12:\n\x05\x44rain\x12\x17.kvorum.v1.DrainRequest\x1a\x18.kvorum.v1.DrainResponse\x12I\n\nGetMetrics\x12\x1c.kvorum.v1.GetMetricsRequest\x1a\x1d.kvorum.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=1000
-  _globals['_TIER']._serialized_end=1041
+  _globals['_TIER']._serialized_start=1196
+  _globals['_TIER']._serialized_end=1237
   _globals['_REPLICAGENERATEREQUEST']._serialized_start=57
-  _globals['_REPLICAGENERATEREQUEST']._serialized_end=297
-  _globals['_WATCHREPLICAREQUEST']._serialized_start=299
-  _globals['_WATCHREPLICAREQUEST']._serialized_end=320
-  _globals['_REPLICAUPDATE']._serialized_start=323
-  _globals['_REPLICAUPDATE']._serialized_end=638
-  _globals['_BLOCKCHANGE']._serialized_start=640
-  _globals['_BLOCKCHANGE']._serialized_end=734
-  _globals['_REPLICASNAPSHOT']._serialized_start=737
-  _globals['_REPLICASNAPSHOT']._serialized_end=874
-  _globals['_DRAINREQUEST']._serialized_start=876
-  _globals['_DRAINREQUEST']._serialized_end=907
-  _globals['_DRAINRESPONSE']._serialized_start=909
-  _globals['_DRAINRESPONSE']._serialized_end=941
-  _globals['_GETMETRICSREQUEST']._serialized_start=943
-  _globals['_GETMETRICSREQUEST']._serialized_end=962
-  _globals['_GETMETRICSRESPONSE']._serialized_start=964
-  _globals['_GETMETRICSRESPONSE']._serialized_end=998
-  _globals['_REPLICA']._serialized_start=1044
-  _globals['_REPLICA']._serialized_end=1342
+  _globals['_REPLICAGENERATEREQUEST']._serialized_end=337
+  _globals['_KVSOURCE']._serialized_start=339
+  _globals['_KVSOURCE']._serialized_end=380
+  _globals['_WATCHREPLICAREQUEST']._serialized_start=382
+  _globals['_WATCHREPLICAREQUEST']._serialized_end=403
+  _globals['_REPLICAUPDATE']._serialized_start=406
+  _globals['_REPLICAUPDATE']._serialized_end=721
+  _globals['_BLOCKCHANGE']._serialized_start=723
+  _globals['_BLOCKCHANGE']._serialized_end=817
+  _globals['_REPLICASNAPSHOT']._serialized_start=820
+  _globals['_REPLICASNAPSHOT']._serialized_end=990
+  _globals['_KVPOOL']._serialized_start=992
+  _globals['_KVPOOL']._serialized_end=1070
+  _globals['_DRAINREQUEST']._serialized_start=1072
+  _globals['_DRAINREQUEST']._serialized_end=1103
+  _globals['_DRAINRESPONSE']._serialized_start=1105
+  _globals['_DRAINRESPONSE']._serialized_end=1137
+  _globals['_GETMETRICSREQUEST']._serialized_start=1139
+  _globals['_GETMETRICSREQUEST']._serialized_end=1158
+  _globals['_GETMETRICSRESPONSE']._serialized_start=1160
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1194
+  _globals['_REPLICA']._serialized_start=1240
+  _globals['_REPLICA']._serialized_end=1538
 # @@protoc_insertion_point(module_scope)

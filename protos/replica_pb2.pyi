@@ -54,6 +54,7 @@ class ReplicaGenerateRequest(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    KV_SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_text: _builtins.str
     """for stop-string bookkeeping only; may be empty"""
@@ -68,6 +69,10 @@ class ReplicaGenerateRequest(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def kv_source(self) -> Global___KvSource:
+        """where blocks are that this replica's host lacks; unset: nowhere better"""
+
     def __init__(
         self,
         *,
@@ -80,14 +85,41 @@ class ReplicaGenerateRequest(_message.Message):
         lora: _builtins.str = ...,
         expected_cached_tokens: _builtins.int = ...,
         attempt_id: _builtins.str = ...,
+        kv_source: Global___KvSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_source", b"kv_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "expected_cached_tokens", b"expected_cached_tokens", "lora", b"lora", "priority", b"priority", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "expected_cached_tokens", b"expected_cached_tokens", "kv_source", b"kv_source", "lora", b"lora", "priority", b"priority", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaGenerateRequest: _TypeAlias = ReplicaGenerateRequest  # noqa: Y015
+
+@_typing.final
+class KvSource(_message.Message):
+    """A hint: worth asking that host's agent for the prompt's blocks before computing them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    """host:port"""
+    blocks: _builtins.int
+    """of the prompt's leading full blocks, those that its arena holds"""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSource: _TypeAlias = KvSource  # noqa: Y015
 
 @_typing.final
 class WatchReplicaRequest(_message.Message):
@@ -212,6 +244,7 @@ class ReplicaSnapshot(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     KEY_SCHEME_FIELD_NUMBER: _builtins.int
     RESIDENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     heartbeat_s: _builtins.float
     key_scheme: _builtins.str
@@ -220,6 +253,10 @@ class ReplicaSnapshot(_message.Message):
     """the first of them come with the snapshot, the rest with the next deltas"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
+    @_builtins.property
+    def pool(self) -> Global___KvPool:
+        """unset: this replica shares no blocks with others"""
+
     def __init__(
         self,
         *,
@@ -228,14 +265,49 @@ class ReplicaSnapshot(_message.Message):
         heartbeat_s: _builtins.float = ...,
         key_scheme: _builtins.str = ...,
         resident_blocks: _builtins.int = ...,
+        pool: Global___KvPool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "key_scheme", b"key_scheme", "model", b"model", "replica", b"replica", "resident_blocks", b"resident_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "key_scheme", b"key_scheme", "model", b"model", "pool", b"pool", "replica", b"replica", "resident_blocks", b"resident_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaSnapshot: _TypeAlias = ReplicaSnapshot  # noqa: Y015
+
+@_typing.final
+class KvPool(_message.Message):
+    """The memory of its host that a replica shares finished KV blocks in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARENA_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    arena: _builtins.str
+    """names it in the cluster: replicas that share it say the same"""
+    namespace: _builtins.str
+    """digest of all that changes a block's bytes: only equal ones exchange blocks"""
+    agent: _builtins.str
+    """host:port of its host's agent; empty: no exchange with other hosts"""
+    block_bytes: _builtins.int
+    """of one block, over all ranks"""
+    def __init__(
+        self,
+        *,
+        arena: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "arena", b"arena", "block_bytes", b"block_bytes", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPool: _TypeAlias = KvPool  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

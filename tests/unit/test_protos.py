@@ -12,7 +12,7 @@ from protos import generate
 def test_stubs_are_fresh(tmp_path: Path) -> None:
     subprocess.run([sys.executable, generate.__file__, str(tmp_path)], check=True, timeout=60)
     made = sorted((tmp_path / "protos").iterdir())
-    assert len(made) == 4 * 4
+    assert len(made) == 5 * 4
     stale = [
         path.name
         for path in made
