@@ -49,6 +49,18 @@ class EngineConfig(BaseModel):
     kv_events: bool = Field(
         True, description="follow what the engine's KV cache holds, which routing by prefix needs"
     )
+    kv_pool_gib: float = Field(
+        0.0, ge=0, description="memory of each host that its replicas share KV blocks in, in GiB; 0: none"
+    )
+    kv_pool_folder: str | None = Field(
+        None, description="folder on each host for that memory, per cluster; /dev/shm by default"
+    )
+    kv_pool_admission: Literal["lru", "tinylfu"] = Field(
+        "lru", description="whether a full pool takes in every new block, or those asked for more often only"
+    )
+    kv_pool_pull_timeout_s: float = Field(
+        5.0, gt=0, description="how long a request waits at most for KV blocks from another host"
+    )
     drain_grace_s: float = Field(30.0, ge=0, description="how long a draining replica lets requests finish")
     start_timeout_s: float = Field(600.0, gt=0, description="a replica that is not ready by then has failed")
     engine_args: dict[str, Any] = Field(

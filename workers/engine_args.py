@@ -12,6 +12,7 @@ from rapidfuzz import process
 
 from workers.config import EngineConfig
 from workers.kv_events import REPLAY_BATCHES
+from workers.kvpool.pool_config import CONNECTOR, CONNECTOR_MODULE, no_pool, pool_config
 from workers.placement import CONFIG_KEY, ReplicaPlacement
 from workers.step_tracing import TELEMETRY_KEY
 
@@ -84,6 +85,7 @@ def build(
         EngineArgsError: an unknown argument, or one that has a Kvorum setting of its own.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the shard pins itself
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
     from vllm.config.kv_events import KVEventsConfig  # noqa: PLC0415
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
 
@@ -127,6 +129,14 @@ def build(
             endpoint=event_endpoints[0],
             replay_endpoint=event_endpoints[1],
             buffer_steps=REPLAY_BATCHES,
+        )
+    if not no_pool(config, device, placement):
+        values["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=CONNECTOR,
+            kv_connector_module_path=CONNECTOR_MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=pool_config(config, prepared.revision, placement).to_extra(),
         )
     if placement is not None:
         values["additional_config"] = {CONFIG_KEY: placement.to_config()}

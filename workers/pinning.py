@@ -46,6 +46,18 @@ def pin_process(cores: tuple[int, ...]) -> None:
         _set_affinity(thread, wanted)
 
 
+def settle_thread(cores: tuple[int, ...]) -> None:
+    """Keep the calling thread on these CPUs of those that this process has; (): on any of them.
+
+    A thread is born with its maker's affinity, which may be a pinned one's: what the process has is what its
+    threads have together.
+    """
+    allowed = sorted({cpu for thread in _threads() for cpu in _affinity(thread)})
+    _set_affinity(
+        threading.get_native_id(), {allowed[index % len(allowed)] for index in cores} or set(allowed)
+    )
+
+
 def cpus_of(cores: tuple[int, ...]) -> set[int]:
     """The CPUs that these indices stand for in this process; call it before `pin_process`."""
     allowed = sorted(os.sched_getaffinity(0))
@@ -64,6 +76,13 @@ def widen(process: int, cpus: set[int]) -> None:
 
 def _threads(process: int | None = None) -> set[int]:
     return {int(task.name) for task in Path(f"/proc/{process or 'self'}/task").iterdir()}
+
+
+def _affinity(thread: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(thread)
+    except ProcessLookupError:  # it has just ended
+        return set()
 
 
 def _set_affinity(thread: int, cpus: set[int]) -> None:

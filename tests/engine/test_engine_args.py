@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from workers.checkpoint import PreparedModel, prepare
 from workers.config import EngineConfig
 from workers.engine_args import EngineArgsError, build, check, no_events
+from workers.kvpool.pool_config import PoolConfig
 
 pytestmark = pytest.mark.engine
 
@@ -77,3 +79,18 @@ def test_kv_events_are_published_where_the_replica_listens_and_nowhere_else(prep
 def test_an_engine_without_events_says_why(settings: dict[str, Any], why: str) -> None:
     assert why in (said := no_events(EngineConfig(**settings)))
     assert bool(said) == bool(why)
+
+
+def test_an_engine_shares_no_blocks_unless_it_is_told_to(prepared: PreparedModel, tmp_path: Path) -> None:
+    assert build(EngineConfig(), prepared).kv_transfer_config is None
+    pool = EngineConfig(kv_pool_gib=0.01, kv_pool_folder=str(tmp_path / "pool"))
+    shared = build(pool, prepared).kv_transfer_config
+    assert (shared.kv_role, shared.kv_load_failure_policy) == ("kv_both", "recompute")
+    assert PoolConfig.from_extra(shared.kv_connector_extra_config).revision == prepared.revision
+    check(pool, prepared)
+    assert not (tmp_path / "pool").exists()
+
+
+def test_an_engine_that_can_have_no_pool_is_started_without(prepared: PreparedModel) -> None:
+    config = EngineConfig(kv_pool_gib=1.0, pipeline_parallel_size=2)
+    assert build(config, prepared).kv_transfer_config is None

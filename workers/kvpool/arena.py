@@ -161,12 +161,14 @@ class Arena:
         self._part(slot, 0)
         self._guard.owe(self._index.corrupt, [(slot, generation)], self._timing.other_s)
 
-    def allocate(self, keys: Sequence[bytes], extras: Sequence[int]) -> list[Slot | None]:
+    def allocate(
+        self, keys: Sequence[bytes], extras: Sequence[int], asked: bool = False
+    ) -> list[Slot | None]:
         """A slot to write for each key that is new, evicting others if need be.
 
         None for a key that is there, that somebody is writing, that the admission policy refuses, or for
         which nothing can be evicted. Keys that are there count as used. `extras`: the router's keys, 64 bits
-        each. Raises NotAttachedError.
+        each. `asked`: no lookup has counted them as demand yet; this does. Raises NotAttachedError.
         """
         _require_keys(keys)
         if len(extras) != len(keys) or not all(0 <= extra <= _LARGEST for extra in extras):
@@ -175,7 +177,7 @@ class Arena:
             owner = self._presence.require()
             if self._index.exhausted:
                 self._presence.reap()
-            return self._index.allocate(keys, extras, owner)
+            return self._index.allocate(keys, extras, owner, asked)
 
     def write_part(self, slot: int, generation: int, rank: int) -> memoryview:
         """An allocated slot's bytes of one rank, to be written, then sealed. Needs no mutex and no owner.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from blake3 import blake3
 
 
-def checksum(data: bytes | bytearray | memoryview) -> int:
-    """64 bits of BLAKE3, never 0: that means "not written yet" in a slot's record.
+def checksum(*pieces: bytes | bytearray | memoryview) -> int:
+    """Of all pieces together: 64 bits of BLAKE3, never 0: that means "not written yet" in a slot's record.
 
     On one core of the reference machine, parts of 256 KiB and more: 3.4 GB/s, where zlib's CRC-32 does 1.7.
     """
-    return int.from_bytes(blake3(data).digest(8), "little") or 1
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return int.from_bytes(hasher.digest(8), "little") or 1

@@ -99,12 +99,17 @@ class Index:
         if not self._readers[slot]:
             self._append(slot)
 
-    def allocate(self, keys: Sequence[bytes], extras: Sequence[int], owner: int) -> list[Slot | None]:
+    def allocate(
+        self, keys: Sequence[bytes], extras: Sequence[int], owner: int, asked: bool = False
+    ) -> list[Slot | None]:
         """A WRITING slot for each key that is new; None for one that is there, being written, not admitted,
         or for which there is no room. Those that are there count as used, and are not evicted for the others.
+        `asked`: they count as demand.
         """
         found = self._table.find(keys)
         self._touch(found)
+        if asked and keys:
+            self._admission.asked(keys)
         new = {key: extra for key, extra, slot in zip(keys, extras, found, strict=True) if slot < 0}
         there = set(found)
         # Each once: of a key that is named twice, the second is being written by then.
