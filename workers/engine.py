@@ -27,8 +27,11 @@ from workers import engine_args
 from workers.config import EngineConfig
 from workers.journal import Journal
 from workers.kv_events import KvEvents
+from workers.kvpool.follower import PoolFollower
+from workers.kvpool.pool_config import CONNECTOR, no_pool, pool_folder
 from workers.load import LoadRecorder
 from workers.placement import OverlapMode, ReplicaPlacement
+from workers.pooled_tokens import PooledTokens
 from workers.resident import ResidentBlocks
 from workers.translate import refusal, to_reasoning_parser_kwargs, to_sampling_params
 
@@ -76,11 +79,18 @@ class Engine:
         }
         self._observers: list[Callable[[], None]] = []
         self._events: KvEvents | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._follower: PoolFollower | None = None
+        self._following: list[asyncio.Task[None]] = []
         self._resetting = asyncio.Lock()
         self.journal = Journal()
         self.resident = ResidentBlocks(prepared.revision, self.journal)
         self.load = LoadRecorder(self.resident, self._changed)
+        self.pooled_tokens = PooledTokens()
+
+    @property
+    def kv_pool(self) -> replica_pb2.KvPool | None:
+        """The memory that this engine shares blocks in, once found; None without. Replaced, never changed."""
+        return self._follower.pool if self._follower is not None else None
 
     def on_change(self, observer: Callable[[], None]) -> None:
         """Call it, on the event loop, whenever the resident blocks or the load have changed."""
@@ -99,6 +109,9 @@ class Engine:
         else:
             self._events = KvEvents(self.resident, self._changed, self.reset_prefix_cache)
             endpoints = self._events.open()
+        placement = self._placement
+        if self._config.kv_pool_gib and (why := no_pool(self._config, placement.device, placement)):
+            log.warning("%s shares no KV blocks: %s", placement.replica, why)
         # The EngineCore is spawned with this environment and joins the cluster's Ray by it.
         os.environ["RAY_ADDRESS"] = self._placement.ray_address
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._placement.start_timeout_s))
@@ -114,8 +127,17 @@ class Engine:
             raise
         config = self._llm.vllm_config
         self.resident.max_blocks = config.cache_config.num_gpu_blocks or 0
-        if config.kv_transfer_config is not None:
+        if (transfer := config.kv_transfer_config) is not None:
             self.resident.max_blocks += _OFF_DEVICE_BLOCKS
+            if transfer.kv_connector == CONNECTOR:
+                self._follower = PoolFollower(
+                    pool_folder(self._config),
+                    self._core_pid(),
+                    placement.kv_agent,
+                    self.resident.pool,
+                    self._pool_changed,
+                )
+                self.pooled_tokens.listen(self._llm.output_processor)
         if self._events is not None and not config.cache_config.enable_prefix_caching:
             self.resident.fail("vLLM has switched prefix caching off for this model")
         return EngineInfo(
@@ -133,7 +155,8 @@ class Engine:
         the load report starts with are those of the last request, when all is warm.
         """
         if self._events is not None:
-            self._following = asyncio.create_task(self._events.run(), name="kv-events")
+            self._following.append(asyncio.create_task(self._events.run(), name="kv-events"))
+        await self._follow_pool()
         await self.plan_overlap()
         config = self._running().vllm_config
         longest = max(1, config.model_config.max_model_len - 8)
@@ -155,9 +178,21 @@ class Engine:
             if not await self.reset_prefix_cache():
                 log.warning("the prefix cache could not be reset; the warm-up's blocks stay in it")
 
+    async def _follow_pool(self) -> None:
+        if self._follower is None:
+            return
+        if await self._follower.find():
+            self._following.append(asyncio.create_task(self._follower.run(), name="kv-pool"))
+        else:
+            log.warning("%s shares no KV blocks: its EngineCore's log says why", self._placement.replica)
+            self._follower = None
+
     async def _warm(self, name: str, prompt: list[int], sampling: common_pb2.SamplingParams) -> None:
         wire = replica_pb2.ReplicaGenerateRequest(
-            request_id=f"warm-up-{name}", prompt_token_ids=prompt, sampling=sampling
+            request_id=f"warm-up-{name}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            cache_salt=self._placement.epoch,  # blocks that no other engine has left in the pool, or finds
         )
         try:
             async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
@@ -246,8 +281,9 @@ class Engine:
             reasoning_parser_kwargs=to_reasoning_parser_kwargs(sampling),
         )
         try:
-            async for output in outputs:
-                yield output
+            with self.pooled_tokens.watching(request.request_id):
+                async for output in outputs:
+                    yield output
         except EngineDeadError as error:
             raise self._lost() from error
         except GracefulHTTPError as error:
@@ -285,17 +321,24 @@ class Engine:
             llm.shutdown()
 
     async def stop_following(self) -> None:
-        """End the subscription to the engine's events; before `shutdown`, on the event loop."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following], timeout=1.0)
+        """End the subscription to the engine's events, and that to its pool; before `shutdown`, on the event
+        loop."""
+        following, self._following = self._following, []
+        for task in following:
+            task.cancel()
+        if following:
+            await asyncio.wait(following, timeout=1.0)
         if self._events is not None:
             self._events.close()
 
     def _changed(self) -> None:
         for observer in self._observers:
             observer()
+
+    def _pool_changed(self) -> None:
+        assert self._follower is not None
+        self.load.pool_part_bytes = self._follower.part_bytes
+        self._changed()
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

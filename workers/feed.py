@@ -34,7 +34,12 @@ class UpdateFeed:
     """Turns the resident set, its journal and the load into a stream of updates for each watcher.
 
     A stream is a snapshot, seq 1, then deltas with consecutive seq. It begins again with a snapshot, seq 1,
-    for a watcher that was too slow for what the journal keeps. Nothing is done while nothing changes.
+    for a watcher that was too slow for what the journal keeps, and for all when the pool is another one.
+    Nothing is done while nothing changes.
+
+    Args:
+        snapshot: what does not change, for the first update.
+        pool: what the replica shares blocks in now; None: nothing. The same object as long as it is the same.
     """
 
     def __init__(
@@ -44,12 +49,15 @@ class UpdateFeed:
         journal: Journal,
         resident: ResidentBlocks,
         load: Callable[[], common_pb2.ReplicaLoad],
+        *,
+        pool: Callable[[], replica_pb2.KvPool | None] = lambda: None,
     ) -> None:
         self._epoch = epoch
         self._snapshot = snapshot
         self._journal = journal
         self._resident = resident
         self._load = load
+        self._pool = pool
         self._shared_load = load()
         self._ticks = 0
         self._ticked = asyncio.Event()
@@ -75,6 +83,7 @@ class UpdateFeed:
     async def _until_left_behind(self) -> AsyncIterator[replica_pb2.ReplicaUpdate]:
         self._cut()
         seq, ticks, position = 0, self._ticks, self._journal.position
+        pool = self._pool()
         view, pieces = self._view, _split(self._resident_changes())
         load = self._load()
         while True:
@@ -83,12 +92,14 @@ class UpdateFeed:
                 update = self._update(seq, load, view, piece, more=piece is not pieces[-1])
                 if seq == 1:
                     update.snapshot.CopyFrom(self._snapshot)
+                    if pool is not None:
+                        update.snapshot.pool.CopyFrom(pool)
                     update.snapshot.resident_blocks = view.sum.count
                 yield update
             ticked = await self._next_tick(ticks)
             ticks, load = self._ticks, self._shared_load if ticked else self._load()
             changed = self._changes_since(position)
-            if changed is None:
+            if changed is None or self._pool() is not pool:
                 return
             pieces, view, position = changed, self._view, self._journal.position
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from protos import common_pb2
 from workers.accepted import Accepted
+from workers.kvpool.load_speed import LoadSpeed
+from workers.kvpool.stats import PoolStats
 from workers.resident import ResidentBlocks
 from workers.speed import StepSpeed
 
@@ -24,7 +26,12 @@ class LoadRecorder:
         self._resident = resident
         self._changed = changed
         self._speed = StepSpeed()
+        self._load_speed = LoadSpeed()
         self.accepted = Accepted()
+        self.pool = PoolStats()
+        """Of the KV pool, as of the last step; may be read from any thread."""
+        self.pool_part_bytes = 0
+        """Of one rank's part of one block of the pool, once it is known."""
 
     def stat_logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """The factory that AsyncLLM calls once per engine."""
@@ -42,10 +49,13 @@ class LoadRecorder:
         load.CopyFrom(self._load)
         load.block_size = self._resident.block_size or load.block_size
         load.sequences = self.accepted.sequences
-        backlog = self.accepted.backlog(self._resident.prefix)
+        # What the pool has will be loaded: it is nothing to compute, nor for a request behind to wait for.
+        backlog = self.accepted.backlog(self._resident.local_prefix)
         load.prefill_backlog_tokens, load.prefill_backlog_pairs = backlog
         load.prefill_ms_per_token = self._speed.prefill_ms_per_token
         load.decode_step_ms = self._speed.decode_step_ms
+        load.pool_load_ms_per_block = self._load_speed.ms(self.pool_part_bytes)
+        load.pool_ready_blocks, load.pool_slots = self.pool.ready, self.pool.slots
         return load
 
     @property
@@ -56,6 +66,7 @@ class LoadRecorder:
     def forget_speeds(self) -> None:
         """What was measured until now is not typical."""
         self._speed = StepSpeed()
+        self._load_speed = LoadSpeed()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """Take in one engine step."""
@@ -66,6 +77,10 @@ class LoadRecorder:
             load.kv_usage = scheduler.kv_cache_usage
             load.prefix_queries_tokens += scheduler.prefix_cache_stats.queries
             load.prefix_hits_tokens += scheduler.prefix_cache_stats.hits
+            before, self.pool = self.pool, self.pool.plus(scheduler.kv_connector_stats)
+            self._load_speed.loaded(
+                self.pool.loaded_bytes - before.loaded_bytes, self.pool.load_seconds - before.load_seconds
+            )
             if (step := scheduler.iteration_details) is not None and not step.is_dummy:
                 self._speed.step(step.elapsed_ms, step.num_ctx_tokens, step.num_generation_requests)
         if iteration is not None:

@@ -12,6 +12,8 @@ from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError, is_refusal
 from telemetry import spans
 from telemetry.metrics import Meters, Reading
+from workers.kvpool.metrics import PullMetrics, watch_pool
+from workers.kvpool.stats import PoolStats
 from workers.observe import GenerateObserver, GenerateScope, Metadata, Sent
 
 # Buckets of gen_ai.server.* are those that the conventions advise.
@@ -27,9 +29,16 @@ class ReplicaMetrics:
     Args:
         model: its name.
         load: what vLLM's last step told, read from other threads.
+        pool: what the engine's pool did until then, likewise.
     """
 
-    def __init__(self, meters: Meters, model: str, load: Callable[[], common_pb2.ReplicaLoad]) -> None:
+    def __init__(
+        self,
+        meters: Meters,
+        model: str,
+        load: Callable[[], common_pb2.ReplicaLoad],
+        pool: Callable[[], PoolStats],
+    ) -> None:
         fixed = {
             spans.GEN_AI_OPERATION_NAME: "text_completion",
             spans.GEN_AI_PROVIDER_NAME: "kvorum",
@@ -86,11 +95,15 @@ class ReplicaMetrics:
             ("kvorum.replica.kv.blocks", "{block}", "blocks of the KV cache", "kv_blocks"),
         ):
             meters.gauge(name, unit, about, partial(_reading, load, field))
+        watch_pool(meters, pool)
+        self._pulls = PullMetrics(meters)
 
     def finished(self, sent: Sent, error: BaseException | None, began: float, sequences: int) -> None:
         """A request is over that came at `began`, by time.monotonic()."""
         self._requests.add(1, outcome(error))
         self._duration.record(time.monotonic() - began, error_type(error))
+        if sent.fetch_at:
+            self._pulls.ended(sent.fetch)
         if not sent.first_at:
             return
         self._tokens.add(sent.prompt_tokens, "input")

@@ -22,16 +22,22 @@ class Sent:
     Attributes:
         accepted: it was not refused, the engine has it.
         first_at: when the first message was made, by time.monotonic(); 0 before.
+        pooled_tokens: of the cached ones, those that were loaded from the host's pool.
         times: the engine's own readings, which go on changing.
+        fetch_at: when another host was asked for blocks, by time.monotonic(); 0: none was.
+        fetch: what that brought; None until then, and for a request that ended before.
     """
 
     prompt_tokens: int
     accepted: bool = False
     cached_tokens: int = 0
+    pooled_tokens: int = 0
     generated_tokens: int = 0
     finish_reasons: list[common_pb2.FinishReason.ValueType] = field(default_factory=list)
     first_at: float = 0.0
     times: RequestStateStats | None = None
+    fetch_at: float = 0.0
+    fetch: common_pb2.KvFetch | None = None
 
 
 class GenerateScope(Protocol):

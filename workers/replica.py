@@ -31,6 +31,7 @@ from workers.placement import ReplicaPlacement, ShardSlot
 
 if TYPE_CHECKING:
     from workers.engine import Engine, EngineInfo
+    from workers.kvpool.prefetch import Prefetcher
     from workers.servicer import ReplicaServicer
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class ReplicaActor:
             "kvorum.replica", f"{placement.replica}/{placement.epoch}", spec.telemetry, facts
         )
         self._servicer: ReplicaServicer | None = None
+        self._prefetcher: Prefetcher | None = None
         self._engine: Engine | None = None
         self._info: ReplicaInfo | None = None
         self._closed: asyncio.Future[str] | None = None
@@ -86,6 +88,7 @@ class ReplicaActor:
         """Prepare the checkpoint on this host, load the engine, warm it up and listen."""
         from workers.engine import Engine  # noqa: PLC0415
         from workers.feed import HEARTBEAT_S  # noqa: PLC0415
+        from workers.kvpool.prefetch import Prefetcher  # noqa: PLC0415
         from workers.metrics import MeasuringObserver, ReplicaMetrics  # noqa: PLC0415
         from workers.servicer import ReplicaServicer  # noqa: PLC0415
         from workers.tracing import ReplicaTracing  # noqa: PLC0415
@@ -119,9 +122,15 @@ class ReplicaActor:
         watch_host(self._telemetry.meters)
         observer = MeasuringObserver(
             ReplicaTracing(self._telemetry, spec.placement, model.name),
-            ReplicaMetrics(self._telemetry.meters, model.name, lambda: load.last_step),
+            ReplicaMetrics(self._telemetry.meters, model.name, lambda: load.last_step, lambda: load.pool),
         )
-        self._servicer = ReplicaServicer(self._engine, snapshot, spec.placement.epoch, observer)
+        if spec.placement.kv_agent:
+            self._prefetcher = Prefetcher(
+                spec.placement.kv_agent, spec.token, spec.engine.kv_pool_pull_timeout_s
+            )
+        self._servicer = ReplicaServicer(
+            self._engine, snapshot, spec.placement.epoch, observer, self._prefetcher
+        )
         await self._listen(model, info)
         self._closed = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch_engine())
@@ -175,6 +184,8 @@ class ReplicaActor:
             return
         if self._info is not None:
             await self._server.stop(grace=0.5)
+        if self._prefetcher is not None:
+            await self._prefetcher.close()
         await self._engine.stop_following()
         await asyncio.to_thread(self._engine.shutdown)
         await asyncio.to_thread(self._telemetry.shutdown)

@@ -1,5 +1,7 @@
 """Which blocks this replica's engine holds, by block key, as its KV events tell. Pure.
 
+Beside them, in the tier HOST, those of the pool that it shares with other engines of its host (`PoolKeys`).
+
 What is published. A hit needs a prefix's blocks in *every* KV group of the model, but the groups differ
 in what they keep. A full-attention group keeps every block of a prefix, so "this block is resident" means
 something by itself: a key is published when each full-attention group of its tier holds it, once, however
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from protos import blockkeys
 from protos.blockkeys import Keys
 from workers.kv_messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash, cache_salt
+from workers.kvpool.pool_keys import PoolKeys
 
 DEVICE, HOST, STORAGE = 0, 1, 2
 """Numbers of kvorum.v1.Tier."""
@@ -97,6 +100,9 @@ class ResidentBlocks:
         self.block_size = 0
         """Tokens per block, learned from the events; 0 before the first."""
         self.counters = Counters()
+        self.pool = PoolKeys(changes, HOST)
+        """What the engine will load instead of computing it, whoever stored it. An engine with a pool tells
+        of no blocks in host memory by its events."""
 
     @property
     def degraded(self) -> str:
@@ -155,16 +161,18 @@ class ResidentBlocks:
 
     def blocks(self, tier: int = DEVICE) -> int:
         """Published keys of a tier."""
-        return len(self._published[tier])
+        return len(self._published[tier]) + (len(self.pool) if tier == HOST else 0)
 
     def tiers(self) -> list[int]:
         """The tiers that hold something."""
-        return [tier for tier, published in self._published.items() if published]
+        held = {tier for tier, published in self._published.items() if published}
+        return sorted(held | {HOST} if len(self.pool) else held)
 
     def keys(self, tier: int = DEVICE) -> Keys:
         """A copy of a tier's published keys, in no particular order."""
         published = self._published[tier]
-        return np.fromiter(published, np.uint64, len(published))
+        found = np.fromiter(published, np.uint64, len(published))
+        return np.concatenate((found, self.pool.keys())) if tier == HOST else found
 
     def prompt_keys(self, tokens: NDArray[Any], lora: str = "", salt: str = "") -> list[int]:
         """The keys of a prompt's full blocks; none before the block size is known."""
@@ -180,6 +188,10 @@ class ResidentBlocks:
         while start < end and keys[start] in published:
             start += 1
         return start
+
+    def local_prefix(self, keys: Sequence[int], start: int = 0) -> int:
+        """How many leading keys need not be computed: the engine's own and, where these end, the pool's."""
+        return self.pool.prefix(keys, self.prefix(keys, start))
 
     def _store(self, event: BlockStored) -> None:
         tier = _TIERS.get(event.medium, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from workers.accepted import Acceptance
 from workers.engine import Engine
 from workers.engine_metrics import engine_metrics
 from workers.feed import UpdateFeed
+from workers.kvpool.prefetch import Prefetcher
 from workers.observe import GenerateObserver, Sent
 from workers.translate import fill_prompt_logprobs, to_response
 
@@ -32,11 +33,25 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     """Serves one engine. Knows every running request, so that draining can wait for them."""
 
     def __init__(
-        self, engine: Engine, snapshot: replica_pb2.ReplicaSnapshot, epoch: str, observer: GenerateObserver
+        self,
+        engine: Engine,
+        snapshot: replica_pb2.ReplicaSnapshot,
+        epoch: str,
+        observer: GenerateObserver,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
+        """`prefetcher`: None where no blocks are had from other hosts."""
         self._engine = engine
         self._vocab = snapshot.model.vocab_size
-        self._feed = UpdateFeed(epoch, snapshot, engine.journal, engine.resident, engine.load.snapshot)
+        self._prefetcher = prefetcher
+        self._feed = UpdateFeed(
+            epoch,
+            snapshot,
+            engine.journal,
+            engine.resident,
+            engine.load.snapshot,
+            pool=lambda: engine.kv_pool,
+        )
         engine.on_change(self._feed.touch)
         self._observer = observer
         self._running: set[asyncio.Task[Any]] = set()
@@ -58,11 +73,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         scope, stream = None, _Stream(request)
         try:
             scope = self._observer.start(request, context.invocation_metadata() or ())
-            with self._accept(request) as accepted:
+            with self._accept(request) as (accepted, keys):
                 stream.sent.accepted = True
+                if request.kv_source.blocks > 0:
+                    await self._prefetch(request.kv_source, keys, context.time_remaining(), stream.sent)
                 async for output in self._engine.generate(request):
                     accepted.first_token()
-                    response = stream.respond(output)
+                    response = stream.respond(output, self._engine.pooled_tokens.of(request.request_id))
                     _raise_failed(request, response)
                     yield response
             scope.finish(None, stream.sent)
@@ -82,8 +99,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
                 self._idle.set()
 
     @contextmanager
-    def _accept(self, request: replica_pb2.ReplicaGenerateRequest) -> Iterator[Acceptance]:
-        """Refuse what cannot run; hold the load of what can until it ends, however it ends."""
+    def _accept(
+        self, request: replica_pb2.ReplicaGenerateRequest
+    ) -> Iterator[tuple[Acceptance, Sequence[int]]]:
+        """Refuse what cannot run; hold the load of what can until it ends, however it ends.
+
+        With the keys of the prompt's full blocks; none when the engine's blocks are not known.
+        """
         if self.draining:
             raise _draining()
         if not request.prompt_token_ids:
@@ -92,18 +114,35 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         if tokens.min() < 0 or tokens.max() >= self._vocab:
             raise invalid("prompt_token_ids", f"must be in [0, {self._vocab})")
         resident = self._engine.resident
+        keys: Sequence[int] = ()
+        if not resident.degraded:
+            keys = resident.prompt_keys(tokens, request.lora, request.cache_salt)
         with self._engine.load.accepted.accept(
             max(1, request.sampling.n),
             len(tokens),
-            keys=() if resident.degraded else resident.prompt_keys(tokens, request.lora, request.cache_salt),
+            keys=keys,
             block_size=resident.block_size,
             expected_cached_tokens=request.expected_cached_tokens,
         ) as accepted:
             self._feed.touch()
             try:
-                yield accepted
+                yield accepted, keys
             finally:
                 self._feed.touch()
+
+    async def _prefetch(
+        self, source: replica_pb2.KvSource, keys: Sequence[int], time_left_s: float | None, sent: Sent
+    ) -> None:
+        """Bring what this host lacks of the prompt's blocks from where the router says that they are.
+
+        The engine finds in the pool what has come, and computes the rest: nothing here fails a request.
+        """
+        pool, resident, wanted = self._engine.kv_pool, self._engine.resident, keys[: source.blocks]
+        lacking = [key for key in wanted[resident.local_prefix(wanted) :] if key not in resident.pool]
+        if self._prefetcher is None or pool is None or not lacking:
+            return
+        sent.fetch_at = time.monotonic()
+        sent.fetch = await self._prefetcher.fetch(pool.namespace, source.agent, lacking, time_left_s)
 
     async def WatchReplica(  # noqa: N802
         self, request: replica_pb2.WatchReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -171,7 +210,7 @@ class _Stream:
         self._request = request
         self.sent = Sent(len(request.prompt_token_ids))
 
-    def respond(self, output: RequestOutput) -> common_pb2.GenerateResponse:
+    def respond(self, output: RequestOutput, pooled_tokens: int) -> common_pb2.GenerateResponse:
         response, sent, times = to_response(output), self.sent, output.metrics
         sent.times = times
         for choice in response.choices:
@@ -183,12 +222,16 @@ class _Stream:
             return response
         if first:
             sent.first_at = time.monotonic()
+            if sent.fetch is not None:
+                response.kv_fetch.CopyFrom(sent.fetch)
             if output.prompt_logprobs is not None:
                 fill_prompt_logprobs(response, self._request.prompt_token_ids, output.prompt_logprobs)
         sent.cached_tokens = max(sent.cached_tokens, output.num_cached_tokens or 0)
+        sent.pooled_tokens = min(pooled_tokens, sent.cached_tokens)
         usage = response.usage
         usage.prompt_tokens, usage.cached_tokens = sent.prompt_tokens, sent.cached_tokens
         usage.completion_tokens = sent.generated_tokens
+        usage.pooled_tokens = sent.pooled_tokens
         if output.num_cache_creation_tokens is not None:
             usage.cache_creation_tokens = output.num_cache_creation_tokens
         if times is not None:

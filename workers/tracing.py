@@ -1,4 +1,5 @@
-"""Spans of a request at the replica: generate, and the engine's queue, prefill and decode below it.
+"""Spans of a request at the replica: generate and, below it, the fetch of blocks from another host, if there
+was one, and the engine's queue, prefill and decode.
 
 They are written when the request is over; before, there are only the ids of the first.
 """
@@ -102,12 +103,17 @@ class _Scope:
     def _record_phases(self, sent: Sent) -> None:
         owner, times = self._owner, sent.times
         tracer, context = owner.telemetry.tracer, spans.below(self._span, self._parent)
+        queued = self._arrived
+        if sent.fetch_at:
+            queued = self._record_fetch(sent, context)
+            if sent.fetch is None:
+                return  # it ended before the engine had it
         if times is None:  # ended before its first token: all of it was waiting, as far as we know
             record_engine_times(
                 tracer,
                 context,
-                arrival_wall_s=self._arrived,
-                queue_s=time.time() - self._arrived,
+                arrival_wall_s=queued,
+                queue_s=max(0.0, time.time() - queued),
                 prefill_s=None,
                 decode_s=None,
             )
@@ -126,8 +132,30 @@ class _Scope:
             decode_s=max(0.0, times.last_token_ts - times.first_token_ts),
             prefill_attributes={
                 spans.CACHED_TOKENS: sent.cached_tokens,
+                spans.POOLED_TOKENS: sent.pooled_tokens,
                 spans.COMPUTED_TOKENS: computed,
             },
             decode_attributes={spans.GEN_AI_USAGE_OUTPUT_TOKENS: sent.generated_tokens},
             prefill_links=links or (),
         )
+
+    def _record_fetch(self, sent: Sent, context: Context) -> float:
+        """Returns when it was over, in seconds since the epoch. One that brought too little is no error."""
+        now, told = time.time(), sent.fetch
+        began = max(self._arrived, spans.wall_from_monotonic(sent.fetch_at))
+        ended = now if told is None else min(now, began + told.seconds)
+        span = spans.start(
+            self._owner.telemetry.tracer, spans.REPLICA_KV_FETCH, context, start_ns=round(began * 1e9)
+        )
+        if told is not None:
+            span.set_attributes(
+                {
+                    spans.KV_FETCH_SOURCE: told.agent,
+                    spans.KV_FETCH_BLOCKS: told.blocks,
+                    spans.KV_FETCH_BYTES: told.bytes,
+                }
+            )
+            if told.failed:
+                span.set_attribute(spans.KV_FETCH_FAILED, told.failed)
+        spans.finish(span, "cancelled" if told is None else None, end_ns=round(ended * 1e9))
+        return ended

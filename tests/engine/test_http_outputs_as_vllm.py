@@ -30,6 +30,7 @@ from cluster.openai.params import to_wire
 from protos import common_pb2, replica_pb2
 from workers.journal import Journal
 from workers.load import LoadRecorder
+from workers.pooled_tokens import PooledTokens
 from workers.resident import ResidentBlocks
 from workers.servicer import ReplicaServicer
 from workers.translate import to_sampling_params
@@ -148,6 +149,8 @@ class FakeEngine:
         self.journal = Journal()
         self.resident = ResidentBlocks("revision", self.journal)
         self.load = LoadRecorder(self.resident, lambda: None)
+        self.kv_pool = None
+        self.pooled_tokens = PooledTokens()
 
     def on_change(self, observer: Any) -> None:
         return

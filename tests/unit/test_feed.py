@@ -14,6 +14,7 @@ from protos import common_pb2, replica_pb2
 from workers import feed as feed_module
 from workers.feed import UpdateFeed
 from workers.journal import Journal
+from workers.kvpool.pool_keys import Transitions
 from workers.resident import ResidentBlocks
 
 A, B, C = list(range(4)), list(range(10, 14)), list(range(20, 24))
@@ -30,7 +31,10 @@ class Source:
         self.resident = ResidentBlocks("revision", self.journal)
         self.load = common_pb2.ReplicaLoad(max_sequences=8)
         snapshot = replica_pb2.ReplicaSnapshot(replica="r0", key_scheme="scheme", heartbeat_s=1)
-        self.feed = UpdateFeed("epoch", snapshot, self.journal, self.resident, self._load)
+        self.pool: replica_pb2.KvPool | None = None
+        self.feed = UpdateFeed(
+            "epoch", snapshot, self.journal, self.resident, self._load, pool=lambda: self.pool
+        )
 
     def _load(self) -> common_pb2.ReplicaLoad:
         self.encoded += 1
@@ -194,6 +198,52 @@ async def test_a_cleared_cache_and_a_degraded_view_are_told() -> None:
     source.resident.reset_done(source.resident.resets)
     source.feed.touch()
     assert (await watcher.next()).blocks_degraded == ""
+
+
+async def test_blocks_of_the_pool_are_told_like_any_other() -> None:
+    source = Source()
+    source.pool = replica_pb2.KvPool(arena="a", namespace="n", agent="h:1", block_bytes=4096)
+    source.apply(stored(A))
+    source.resident.pool.apply(Transitions([5, 2**64 - 1], []))
+    watcher = Watcher(source)
+    first = await watcher.next()
+    assert (first.snapshot.pool, first.snapshot.resident_blocks) == (source.pool, 3)
+    assert watcher.keys[replica_pb2.HOST] == {5, 2**64 - 1}
+    source.resident.pool.apply(Transitions([7], [5]))
+    source.feed.touch()
+    while watcher.keys[replica_pb2.HOST] != {7, 2**64 - 1}:
+        await watcher.next()
+    source.resident.lost_events("the engine's blocks alone")
+    source.feed.touch()
+    while watcher.keys[replica_pb2.DEVICE]:
+        await watcher.next()
+    assert watcher.keys[replica_pb2.HOST] == {7, 2**64 - 1}
+
+
+async def test_a_replica_without_a_pool_says_so() -> None:
+    first = await Watcher(Source()).next()
+    assert not first.snapshot.HasField("pool")
+
+
+@pytest.mark.usefixtures("heartbeat")
+async def test_another_pool_begins_every_stream_anew() -> None:
+    source = Source()
+    source.pool = replica_pb2.KvPool(arena="a")
+    source.resident.pool.apply(Transitions([5], []))
+    watcher = Watcher(source)
+    await watcher.next()
+    assert not (await watcher.next()).HasField("snapshot")  # the same pool goes on as it was
+    source.resident.pool.clear()
+    source.pool = None
+    source.feed.touch()
+    while not (update := await watcher.next()).HasField("snapshot"):
+        pass
+    assert (update.snapshot.HasField("pool"), update.blocks_count) == (False, 0)
+    source.pool = replica_pb2.KvPool(arena="b")
+    source.feed.touch()
+    while not (update := await watcher.next()).HasField("snapshot"):
+        pass
+    assert update.snapshot.pool.arena == "b"
 
 
 async def test_draining_is_told() -> None:

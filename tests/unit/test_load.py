@@ -13,6 +13,9 @@ from fakes_kv import stored
 
 from workers.accepted import Accepted
 from workers.journal import Journal
+from workers.kvpool.load_speed import LoadSpeed
+from workers.kvpool.pool_keys import Transitions
+from workers.kvpool.stats import PoolStats
 from workers.load import LoadRecorder
 from workers.resident import ResidentBlocks
 from workers.speed import StepSpeed
@@ -163,11 +166,15 @@ def test_the_recorder_reports_the_engines_steps_and_what_was_accepted() -> None:
         num_skipped_waiting_reqs=1,
         kv_cache_usage=0.25,
         prefix_cache_stats=SimpleNamespace(queries=100, hits=60),
+        kv_connector_stats={
+            "data": {"kvorum:kv_pool_hits": {(): 3}, "vllm:kv_offload_load_bytes": {(): 4096}}
+        },
         iteration_details=step,
     )
     iteration: Any = SimpleNamespace(num_generation_tokens=2, num_preempted_reqs=1)
     recorder.record(scheduler, iteration)
     recorder.record(None, iteration)
+    assert recorder.pool == PoolStats(hits=3, loaded_bytes=4096)
     resident.apply([stored([1, 2, 3, 4])])
     keys = resident.prompt_keys(np.array([1, 2, 3, 4, 5, 6]))
     with recorder.accepted.accept(3, 6, keys=keys, block_size=4):
@@ -179,3 +186,58 @@ def test_the_recorder_reports_the_engines_steps_and_what_was_accepted() -> None:
     assert load.prefill_backlog_pairs == 2 * (4 + 1)
     assert load.prefill_ms_per_token == 2
     assert len(changes) == 2
+
+
+def test_speed_of_loads_is_unknown_before_the_first() -> None:
+    speed = LoadSpeed()
+    speed.loaded(0, 1.0)  # what failed to load
+    speed.loaded(100, 0.0)
+    assert speed.ms(1 << 20) == 0
+
+
+def test_one_stalled_load_does_not_move_the_speed() -> None:
+    speed = LoadSpeed()
+    for _ in range(9):
+        speed.loaded(4_000_000, 0.002)
+    speed.loaded(4_000_000, 30.0)
+    speed.loaded(1000, 0.01)  # small ones are mostly their fixed cost
+    assert speed.ms(1_000_000) == pytest.approx(0.5)
+
+
+def of_pool(**told: float) -> Any:
+    """A step in which the pool's connector told these numbers."""
+    return SimpleNamespace(
+        num_running_reqs=0,
+        num_waiting_reqs=0,
+        num_skipped_waiting_reqs=0,
+        kv_cache_usage=0.0,
+        prefix_cache_stats=SimpleNamespace(queries=0, hits=0),
+        kv_connector_stats={"data": {name.replace("__", ":"): {(): value} for name, value in told.items()}},
+        iteration_details=None,
+    )
+
+
+def test_the_recorder_reports_the_pool_and_how_fast_it_loads() -> None:
+    recorder = LoadRecorder(ResidentBlocks("revision", Journal()), lambda: None)
+    assert recorder.snapshot().pool_slots == 0
+    recorder.pool_part_bytes = 1_000_000
+    recorder.record(of_pool(kvorum__kv_pool_slots=40, kvorum__kv_pool_ready=7), None)
+    # Two ranks loaded two blocks each, at the same time, in 3 ms.
+    recorder.record(of_pool(vllm__kv_offload_load_bytes=4_000_000, vllm__kv_offload_load_time=0.006), None)
+    recorder.record(of_pool(), None)
+    load = recorder.snapshot()
+    assert (load.pool_slots, load.pool_ready_blocks) == (40, 7)
+    assert load.pool_load_ms_per_block == pytest.approx(1.5)
+    recorder.forget_speeds()
+    assert recorder.snapshot().pool_load_ms_per_block == 0
+
+
+def test_what_the_pool_holds_is_nothing_to_compute() -> None:
+    resident = ResidentBlocks("revision", Journal())
+    recorder = LoadRecorder(resident, lambda: None)
+    resident.apply([stored([1, 2, 3, 4])])
+    keys = resident.prompt_keys(np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 9]))
+    with recorder.accepted.accept(1, 10, keys=keys, block_size=4):
+        assert recorder.snapshot().prefill_backlog_tokens == 6
+        resident.pool.apply(Transitions([keys[1]], []))
+        assert recorder.snapshot().prefill_backlog_tokens == 2

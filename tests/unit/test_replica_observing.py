@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from protos import common_pb2, replica_pb2
 from protos.errors import KvorumError, invalid
 from telemetry import spans
 from workers.engine_metrics import exposition
+from workers.kvpool.stats import PoolStats
 from workers.metrics import MeasuringObserver, ReplicaMetrics
 from workers.observe import Sent
 from workers.placement import ReplicaPlacement, ShardSlot
@@ -66,9 +68,10 @@ def an_answer(generated: int, *, prompt: int = 100) -> Sent:
 
 def observed(
     load: common_pb2.ReplicaLoad | None = None,
+    pool: Callable[[], PoolStats] = PoolStats,
 ) -> tuple[FakeCollector, MeasuringObserver, SpanRecorder]:
     collector, record = FakeCollector(), SpanRecorder()
-    metrics = ReplicaMetrics(collector.meters, "m", lambda: load or common_pb2.ReplicaLoad())
+    metrics = ReplicaMetrics(collector.meters, "m", lambda: load or common_pb2.ReplicaLoad(), pool)
     return collector, MeasuringObserver(ReplicaTracing(record.telemetry, PLACEMENT, "m"), metrics), record
 
 
@@ -149,3 +152,75 @@ def test_only_vllms_families_are_told() -> None:
     (family,) = text_string_to_metric_families(exposition(registry))
     assert family.name == "vllm:num_requests_running"
     assert [(s.labels, s.value) for s in family.samples] == [({"engine": "0"}, 3.0)]
+
+
+def test_what_the_engine_does_with_its_pool_is_shown() -> None:
+    now = PoolStats(
+        slots=40, hits=5, misses=3, loaded=4, lost=1, stored=9, loaded_bytes=4096, busy=2, evicted=6
+    )
+    collector, _, _ = observed(pool=lambda: now)
+    lookups = {p.attributes["result"]: p.value for p in collector.points("kvorum.replica.pool.lookups")}
+    assert lookups == {"hit": 5, "miss": 3}
+    blocks = {p.attributes["event"]: p.value for p in collector.points("kvorum.replica.pool.blocks")}
+    assert blocks == {"loaded": 4, "lost": 1, "stored": 9, "dropped": 0, "refused": 0}
+    assert collector.value("kvorum.replica.pool.transferred", direction="load") == 4096
+    shown = {name: collector.value(f"kvorum.replica.pool.{name}") for name in ("busy", "slots", "evicted")}
+    assert shown == {"busy": 2, "slots": 40, "evicted": 6}
+    now = PoolStats(slots=40, evicted=7)
+    assert collector.value("kvorum.replica.pool.evicted") == 7
+
+
+def test_an_engine_without_a_pool_shows_none() -> None:
+    collector, _, _ = observed()
+    assert not [name for name in collector.metrics() if "pool" in name and collector.points(name)]
+
+
+def fetched(blocks: int = 3, failed: str = "") -> Sent:
+    """A request for which another host was asked for blocks."""
+    sent = an_answer(generated=1)
+    sent.fetch_at = time.monotonic() - 1.2
+    sent.fetch = common_pb2.KvFetch(agent="far:9", blocks=blocks, bytes=300, seconds=0.1, failed=failed)
+    sent.pooled_tokens = 48
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("blocks", "failed", "outcome"), [(3, "", "whole"), (1, "far:9 stalled", "part"), (0, "no room", "none")]
+)
+def test_blocks_from_another_host_are_counted_and_have_a_span(blocks: int, failed: str, outcome: str) -> None:
+    collector, observer, record = observed()
+    observer.start(a_request(), ()).finish(None, fetched(blocks, failed))
+    assert collector.value("kvorum.replica.pulls", outcome=outcome) == 1
+    assert collector.value("kvorum.replica.pull.blocks") == blocks
+    assert collector.value("kvorum.replica.pull.transferred") == 300
+    assert collector.value("kvorum.replica.pull.duration", outcome=outcome).sum == pytest.approx(0.1)
+    (span,) = record.named(spans.REPLICA_KV_FETCH)
+    told = dict(span.attributes or {})
+    assert told.pop(spans.KV_FETCH_FAILED, "") == failed
+    assert told == {
+        spans.KV_FETCH_SOURCE: "far:9", spans.KV_FETCH_BLOCKS: blocks, spans.KV_FETCH_BYTES: 300,
+    }  # fmt: skip
+    (generate,) = record.named(spans.REPLICA_GENERATE)
+    assert span.parent is not None
+    assert span.parent.span_id == generate.get_span_context().span_id
+    assert generate.start_time <= span.start_time <= span.end_time <= generate.end_time
+    assert record.attributes(spans.REPLICA_PREFILL)[spans.POOLED_TOKENS] == 48
+
+
+def test_a_request_that_ends_while_it_waits_for_blocks_has_not_waited_for_the_engine() -> None:
+    collector, observer, record = observed()
+    sent = Sent(100, accepted=True, fetch_at=time.monotonic())
+    observer.start(a_request(), ()).finish(asyncio.CancelledError(), sent)
+    assert collector.value("kvorum.replica.pulls", outcome="cancelled") == 1
+    assert collector.points("kvorum.replica.pull.duration") == []
+    assert record.attributes(spans.REPLICA_KV_FETCH)[spans.ERROR_TYPE] == "cancelled"
+    assert record.named(spans.REPLICA_QUEUE) == []
+
+
+def test_a_request_that_ends_in_the_queue_has_waited_there_from_the_fetch_on() -> None:
+    _, observer, record = observed()
+    scope = observer.start(a_request(), ())
+    sent = Sent(100, accepted=True, fetch_at=time.monotonic(), fetch=common_pb2.KvFetch(seconds=0.0))
+    scope.finish(asyncio.CancelledError(), sent)
+    (fetch,), (queue,) = record.named(spans.REPLICA_KV_FETCH), record.named(spans.REPLICA_QUEUE)
+    assert fetch.end_time <= queue.start_time

@@ -13,6 +13,7 @@ from protos import blockkeys
 from workers.journal import Journal
 from workers.kv_messages import AllBlocksCleared, BlockStored, Event, decode
 from workers.kv_order import InOrder
+from workers.kvpool.pool_keys import Transitions
 from workers.resident import DEVICE, HOST, ResidentBlocks
 
 REVISION = "digest-of-the-weights"
@@ -44,6 +45,21 @@ def test_blocks_get_the_keys_that_a_router_derives_from_the_tokens(resident: Res
     assert held(resident) == keys_of(A + B + C)
     assert resident.block_size == 4
     assert resident.prefix(resident.prompt_keys(np.array(A + B + C + A))) == 3
+
+
+def test_the_pool_goes_on_where_the_engines_own_blocks_end(resident: ResidentBlocks) -> None:
+    event = stored(A)
+    resident.apply([event])
+    keys = resident.prompt_keys(np.array(A + B + C + A))
+    resident.pool.apply(Transitions(keys[1:3], []))
+    assert resident.local_prefix(keys) == 3
+    assert resident.local_prefix(keys, start=2) == 3
+    assert (resident.tiers(), held(resident, HOST)) == ([DEVICE, HOST], set(keys[1:3]))
+    assert resident.prefix(keys) == 1  # the engine's own
+    resident.apply([removed(*event.block_hashes)])
+    assert resident.local_prefix(keys) == 0
+    resident.fail("no more events")
+    assert held(resident, HOST) == set(keys[1:3])  # the pool's blocks are not told by events
 
 
 def test_a_removed_block_is_gone_and_its_children_stay_but_cannot_be_reached(
