@@ -8,13 +8,18 @@ Terms, for n prompt tokens of which c need no computing and u = n - c do (n, c, 
 
     queue        = a * backlog + b * its pairs + slot wait    what must be computed before it
     prefill      = t0 + a*u + b*u*(c + u/2)                   its own prompt
-    fetch        = 0 until a shared pool of blocks exists
+    fetch        = max(pull - queue, 0) + load: blocks that come from memory instead of being computed
     interference = ceil((backlog + u) / max_batch_tokens) * d * running
     overhead     = network, event loops, sampling: whatever outcomes have shown beyond the engine's times
     ttft         = the sum of the above
     harm         = weight * ((1 + running) * prefill + running * sequences * T * d)
     affinity     = credit of the session's preferred replica
     score        = ttft + harm - affinity; the least wins
+
+Where replicas share finished blocks there are two ways to serve a prompt on one replica: to compute what its
+host lacks, or to have it pulled from another host first (`router.pool`). The one with the least score counts.
+Blocks are pulled before the engine has the request, while it computes what is ahead; they are loaded from the
+host's memory when the request's turn has come. Neither takes computing, so neither harms anybody.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Amount = TypeVar("Amount", float, Floats)
 
 
@@ -80,6 +86,17 @@ class RowLoad:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """What it takes to have blocks that are not computed, ms.
+
+    Arrays [n], or [2, n] where something could be pulled from another host: without that, and with it.
+    """
+
+    load: Floats  # [n] or [2, n]: from the memory of the replica's host into the engine
+    pull: Floats | None = None  # [n]: from another host into that memory; infinite: not there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
     """Predicted ms, arrays [n]; see the module for each formula."""
 
@@ -93,6 +110,7 @@ class Prediction:
     affinity: Floats
     score: Floats
     running: Floats  # sequences that the prediction took to be decoding
+    pulls: Flags | None = None  # whether it is about serving with a pull; None: nowhere
 
 
 def usable_cached(blocks: npt.NDArray[np.integer], block_size: int, prompt_tokens: int) -> Ints:
@@ -153,11 +171,13 @@ def predict(
     expected_tokens: float,
     affinity: Floats,
     settings: CostSettings,
+    fetch: Fetch | None = None,
 ) -> Prediction:
     """The cost of one request on each replica.
 
     `cached` [n] counts tokens that need no computing when the request's turn comes: resident ones, and those
-    of a prompt in flight there, whose remaining computation is in the backlog and so in the queue term.
+    of a prompt in flight there, whose remaining computation is in the backlog and so in the queue term. What
+    is fetched counts as well; where a pull is possible it is [2, n], without and with one.
     `expected_tokens` is T, what each of its sequences will probably generate.
 
     Harm is what others pay. While a prompt is computed, the steps that `running` decodes share with it
@@ -168,7 +188,6 @@ def predict(
     It is a preference of harm_weight times the prefix's prefill time and no more: a longer wait than
     that spills.
     """
-    n = len(load.a)
     known = cached.astype(np.float64)
     uncached = prompt_tokens - known
     running = load.running()
@@ -177,10 +196,24 @@ def predict(
     steps = np.maximum(np.ceil((load.backlog + uncached) / load.max_batch_tokens), 1.0)
     slowed = load.d * running
     interference = steps * slowed
-    fetch = np.zeros(n)
-    ttft = queue + prefill + interference + load.overhead
     harm = settings.harm_weight * ((1.0 + running) * prefill + slowed * (sequences * expected_tokens))
+    fetched = np.zeros(len(queue)) if fetch is None else fetch.load
+    pull = None if fetch is None else fetch.pull
+    if pull is not None:
+        fetched = fetched.copy()
+        fetched[1] += np.maximum(pull - queue, 0.0)
+    ttft = queue + prefill + fetched + interference + load.overhead
     score = ttft + harm - affinity
+    if pull is None:
+        return Prediction(
+            queue, prefill, fetched, interference, load.overhead, ttft, harm, affinity, score, running
+        )
+    pulls = score[1] < score[0]
+
+    def best(term: Floats) -> Floats:
+        return np.where(pulls, term[1], term[0])
+
     return Prediction(
-        queue, prefill, fetch, interference, load.overhead, ttft, harm, affinity, score, running
-    )
+        queue, best(prefill), best(fetched), best(interference), load.overhead, best(ttft),
+        best(harm), affinity, best(score), running, pulls,
+    )  # fmt: skip

@@ -12,18 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from protos import replica_pb2
 from router.blockhash import prompt_keys
 from router.cost import CostSettings, Floats, Ints, RowLoad, attention_pairs, predict, usable_cached
 from router.fleet import Fleet, Member, name_hash
 from router.picker import Candidate, Policy, RouteRequest, View
+from router.pool import Pull, Supply
 from router.speeds import Outcome
 
 _NONE: frozenset[str] = frozenset()
 _NO_KEYS = np.zeros(0, np.uint64)
+_DEVICE: Final = (int(replica_pb2.DEVICE),)
+_BOTH: Final = (int(replica_pb2.DEVICE), int(replica_pb2.HOST))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +38,10 @@ class _Considered:
     view: View
     load: RowLoad
     members: tuple[Member | None, ...]  # by row
-    resident: Ints  # tokens
+    resident: Ints  # tokens, in the engine's cache
+    pending: Ints  # further ones of a prompt in flight
+    cached: Ints  # all that need no computing, what is fetched included
+    supply: Supply | None  # None: no memory is shared that has any of it
     kv_usage: Floats
     prompt_tokens: int
 
@@ -50,6 +58,8 @@ class Decision:
     prompt_tokens: int
     cached_tokens: int  # resident there
     pending_tokens: int  # further ones of a prompt in flight there
+    pooled_tokens: int  # further ones that come from the memory of its host or another
+    pull: Pull | None  # what to have pulled from another host first
     uncached_tokens: int  # to be computed: what to lease
     keys: npt.NDArray[np.uint64]  # of the prompt's full blocks; empty while the block size is unknown
     ttft_ms: float
@@ -58,9 +68,19 @@ class Decision:
     considered: _Considered
 
     @property
+    def expected_cached(self) -> int:
+        """Prompt tokens that need no computing when its turn comes."""
+        return self.prompt_tokens - self.uncached_tokens
+
+    @property
     def uncached_pairs(self) -> float:
         """Attention of the tokens to be computed, in pairs of tokens: to lease with them."""
-        return attention_pairs(self.uncached_tokens, self.prompt_tokens - self.uncached_tokens)
+        return attention_pairs(self.uncached_tokens, self.expected_cached)
+
+    @property
+    def fetch_ms(self) -> float:
+        """Predicted time for what is fetched, beyond the queue at the replica."""
+        return float(self.considered.view.prediction.fetch[self.position])
 
     @property
     def service_ms(self) -> float:
@@ -72,11 +92,13 @@ class Decision:
     def why(self) -> str:
         """The choice in a line."""
         view = self.considered.view
-        saved = self.cached_tokens + self.pending_tokens
         text = (
             f"{self.policy} of {len(view.rows)}: first token in {self.ttft_ms:.0f} ms, "
-            f"{saved} of {self.prompt_tokens} prompt tokens need no computing"
+            f"{self.expected_cached} of {self.prompt_tokens} prompt tokens need no computing"
         )
+        if self.pooled_tokens:
+            host = f"from {self.pull.agent}" if self.pull else "in its host's memory"
+            text += f", {self.pooled_tokens} of them {host} (in {self.fetch_ms:.0f} ms)"
         score = view.prediction.score
         if len(score) > 1:
             others = np.delete(score, self.position)
@@ -94,11 +116,13 @@ class Decision:
         queue_ms: float,
         prefill_ms: float,
         ttft_ms: float,
+        pull_ms: float = 0.0,
         generated_tokens: float | None = None,
     ) -> Outcome:
         """What came of it, for `Fleet.learn`. Times by the engine's clock, TTFT by the caller's; ms.
 
-        `generated_tokens` is per sequence, of a request that finished.
+        `pull_ms` passed before the engine had it, with blocks under way from another host. `generated_tokens`
+        is per sequence, of a request that finished.
         """
         uncached = max(self.prompt_tokens - cached_tokens, 0)
         batch = float(self.considered.load.max_batch_tokens[self.position])
@@ -110,8 +134,9 @@ class Decision:
             queue_ms=queue_ms,
             prefill_ms=prefill_ms,
             ttft_ms=ttft_ms,
+            pull_ms=pull_ms,
             predicted_ttft_ms=self.ttft_ms,
-            predicted_cached=self.cached_tokens + self.pending_tokens,
+            predicted_cached=self.expected_cached,
             generated_tokens=generated_tokens,
         )
 
@@ -156,12 +181,12 @@ class Decider:
         row = int(view.rows[at])
         member = considered.members[row]
         assert member is not None, f"row {row} is ready but has no member"
-        resident, cached = int(considered.resident[at]), int(view.cached[at])
-        prompt_tokens = considered.prompt_tokens
+        resident, pending = int(considered.resident[at]), int(considered.pending[at])
+        prompt_tokens, cached = considered.prompt_tokens, int(considered.cached[at])
         return Decision(
             row, member.key, member.replica, member.epoch, _degraded(member), prompt_tokens, resident,
-            cached - resident, prompt_tokens - cached, keys, float(view.prediction.ttft[at]),
-            self.policy.name, at, considered,
+            pending, cached - resident - pending, self._pull(considered, at, now), prompt_tokens - cached,
+            keys, float(view.prediction.ttft[at]), self.policy.name, at, considered,
         )  # fmt: skip
 
     def explain(self, request: RouteRequest, now: float) -> Explanation:
@@ -195,40 +220,70 @@ class Decider:
     ) -> _Considered:
         fleet, size, prompt_tokens = self.fleet, self.fleet.block_size, len(request.prompt_token_ids)
         members = fleet.members
-        blocks = self._cached_blocks(keys, rows) if len(keys) else np.zeros((2, len(rows)), np.int64)
-        resident, pending = usable_cached(blocks, size, prompt_tokens)
-        cached = np.maximum(resident, pending)
+        blocks, held = self._blocks(keys) if len(keys) else (np.zeros((2, len(members)), np.int64), None)
+        known = blocks.take(rows, axis=1)
+        resident, in_flight = usable_cached(known, size, prompt_tokens)
+        cached = np.maximum(resident, in_flight)
         load = fleet.load(rows, now)
+        supply, served = None, cached
+        if held is not None:
+            most = max(prompt_tokens - 1, 0) // size
+            device, pending = np.minimum(known, most)
+            supply = fleet.pools.supply(
+                rows, load, device=device, pending=pending, held=np.minimum(held, most),
+                distrusted=fleet.distrusted(), block_size=size, salt=int(keys[-1]), now=now,
+            )  # fmt: skip
+            served = supply.cached
         prediction = predict(
             load,
             prompt_tokens=prompt_tokens,
-            cached=cached,
+            cached=served,
             sequences=request.sequences,
             expected_tokens=fleet.expected_tokens(request.max_tokens),
             affinity=self._affinity(request.session, rows),
             settings=self._settings,
+            fetch=None if supply is None else supply.fetch,
         )
-        view = View(rows, load.sequences, load.backlog, cached, prediction, fleet.routers)
-        return _Considered(view, load, members, resident, fleet.column("kv_usage")[rows], prompt_tokens)
+        own = served
+        if prediction.pulls is not None:
+            own, served = served[0], np.where(prediction.pulls, served[1], served[0])
+        view = View(rows, load.sequences, load.backlog, own, prediction, fleet.routers)
+        usage = fleet.column("kv_usage")[rows]
+        return _Considered(
+            view, load, members, resident, cached - resident, served, supply, usage, prompt_tokens
+        )
 
-    def _cached_blocks(self, keys: npt.NDArray[np.uint64], rows: Ints) -> Ints:
-        """Leading blocks of the prompt that are resident, and those of a prompt in flight, [2] by position.
+    def _blocks(self, keys: npt.NDArray[np.uint64]) -> tuple[Ints, Ints | None]:
+        """Leading blocks of the prompt by row: [2] in the engine's cache and of a prompt in flight; and in
+        the row's arena, which is None when no arena has any.
 
-        None where the view is degraded or suspect: credit for blocks that may be gone sends requests to
+        No block where the view is degraded or suspect: credit for blocks that may be gone sends requests to
         where they are slowest.
         """
         fleet = self.fleet
         count = len(fleet.members)
+        planes = fleet.index.match_alone(keys, _BOTH if fleet.pools.shared else _DEVICE)
+        known = min(planes.shape[1], count)
         blocks = np.zeros((2, count), np.int64)
-        on_device = fleet.index.match(keys)[0]
-        known = min(len(on_device), count)
-        blocks[0, :known] = on_device[:known]
+        blocks[0, :known] = planes[0, :known]
         for row, common in fleet.inflight.match(keys).items():
             blocks[1, row] = common
         distrusted = fleet.distrusted()
         if len(distrusted):
             blocks[:, distrusted] = 0
-        return blocks.take(rows, axis=1)
+        if not (fleet.pools.shared and planes[1].any()):
+            return blocks, None
+        held = np.zeros(count, np.int64)
+        held[:known] = planes[1, :known]
+        if len(distrusted):
+            held[distrusted] = 0
+        return blocks, held
+
+    def _pull(self, considered: _Considered, at: int, now: float) -> Pull | None:
+        supply, pulls = considered.supply, considered.view.prediction.pulls
+        if supply is None or pulls is None or not pulls[at]:
+            return None
+        return self.fleet.pools.pull(supply, at, now)
 
     def _affinity(self, session: str, rows: Ints) -> Floats:
         """The credit of the session's preferred replica, by position, ms.
@@ -252,16 +307,23 @@ def _degraded(member: Member) -> str:
 
 def _candidates(considered: _Considered, chosen: int | None) -> list[Candidate]:
     view, load, cost = considered.view, considered.load, considered.view.prediction
-    pending = view.cached - considered.resident
-    uncached = considered.prompt_tokens - view.cached
+    pooled = considered.cached - considered.resident - considered.pending
+    uncached = considered.prompt_tokens - considered.cached
+    supply, pulls = considered.supply, cost.pulls
+    sources = [""] * len(pooled)
+    if supply is not None and pulls is not None:
+        for at in pulls.nonzero()[0].tolist():
+            source = supply.source(at)
+            sources[at] = source[0].agent if source is not None else ""
     columns = (
-        considered.resident, pending, np.zeros_like(pending), uncached,
+        considered.resident, considered.pending, pooled, uncached,
         cost.queue, cost.prefill, cost.fetch, cost.interference, cost.overhead, cost.ttft,
         cost.harm, cost.affinity, cost.score,
         load.sequences.round().astype(np.int64), load.backlog.round().astype(np.int64), considered.kv_usage,
     )  # fmt: skip
     listed = []
-    for at, values in enumerate(zip(view.rows.tolist(), *(c.tolist() for c in columns), strict=True)):
+    lines = zip(view.rows.tolist(), *(c.tolist() for c in columns), sources, strict=True)
+    for at, values in enumerate(lines):
         member = considered.members[values[0]]
         assert member is not None, f"row {values[0]} was considered but has no member"
         degraded = _degraded(member) or ("" if member.usable else "not usable now")

@@ -35,6 +35,7 @@ from router.index import BlockIndex
 from router.inflight import InflightPrompts
 from router.leases import LeasedLoad
 from router.picker import routers_seen
+from router.pool import Pools, Share
 from router.speeds import Outcome, Speeds
 
 _UNREPORTED_S = 0.05  # a lease this young may not be in a report that comes now
@@ -98,6 +99,7 @@ class LoadReport:
     max_batch_tokens: float = 0
     prefill_ms_per_token: float = 0
     decode_step_ms: float = 0
+    pool_load_ms_per_block: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,9 @@ class Member:
 class Fleet:
     """Rows of replicas. Times are seconds of one clock, given as arguments; ms where a name says so.
 
-    `index` and `inflight` are by row; feed the index with what a replica says it holds, and use `begin` and
-    `end` for prompts in flight, so that no row is reused while one is. `block_size` is in tokens, 0 unknown.
+    `index`, `inflight` and `pools` are by row; feed the index with what a replica says it holds, and use
+    `begin` and `end` for prompts in flight, so that no row is reused while one is. `block_size` is in tokens,
+    0 unknown.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class Fleet:
         self.speeds = speeds if speeds is not None else Speeds()
         self.index = index if index is not None else BlockIndex()
         self.inflight = InflightPrompts()
+        self.pools = Pools()
         self.settings = settings or CostSettings()
         self.block_size = 0
         self.columns: Floats = np.zeros((len(_COLUMNS), 8))
@@ -177,6 +181,7 @@ class Fleet:
         member = self._member(row)
         del self._rows[member.key]
         self.index.clear(row)
+        self.pools.share(row, None)
         self._forget_report(row)
         self.columns[:, row] = 0.0
         self._set_member(row, None)
@@ -213,6 +218,11 @@ class Fleet:
             self._distrusted = np.array(rows, np.int64)
         return self._distrusted
 
+    def set_pool(self, row: int, share: Share | None) -> None:
+        """Which memory of its host the replica shares; None: it shares none."""
+        self._member(row)
+        self.pools.share(row, share)
+
     # What happens
 
     def report(self, row: int, report: LoadReport, now: float) -> None:
@@ -233,6 +243,7 @@ class Fleet:
         column[_MAX_SEQ] = _count(report.max_sequences) or math.inf
         column[_MAX_TOKENS] = _count(report.max_batch_tokens) or math.inf
         column[_STEP] = _count(report.decode_step_ms)
+        self.pools.loads(row, report.pool_load_ms_per_block)
         column[_SEQ_THEN] = column[_SEQ]
         column[_LEASED_THEN] = column[_LEASED] - unseen
         column[_LEFT], column[_BACKLOG_AT] = backlog + unseen, now
@@ -304,6 +315,7 @@ class Fleet:
         if now - self._relaxed_at < _RELAX_S:
             return
         self._relaxed_at = now
+        self.pools.relax()
         rows = [(row, member.replica) for row, member in enumerate(self.members) if member is not None]
         changed = set(self.speeds.relax((replica for _, replica in rows), now))
         for row, replica in rows:

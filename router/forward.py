@@ -49,10 +49,12 @@ class Job:
 
     def replica_request(self, placement: Placement, attempt_id: str = "") -> bytes:
         """What to send for one attempt: concatenated protobuf messages parse as their merge."""
-        decision = placement.decision
+        decision, pull = placement.decision, placement.decision.pull
         own = replica_pb2.ReplicaGenerateRequest(
-            expected_cached_tokens=decision.cached_tokens + decision.pending_tokens, attempt_id=attempt_id
+            expected_cached_tokens=decision.expected_cached, attempt_id=attempt_id
         )
+        if pull is not None:
+            own.kv_source.agent, own.kv_source.blocks = pull.agent, pull.blocks
         return self.message + own.SerializeToString()
 
     def served_by(self, placement: Placement, attempt: int) -> common_pb2.Served:
@@ -175,6 +177,10 @@ class _Attempt:
         if reader is not None:
             reader(message)
         whole.cached_tokens = own.cached_tokens = message.usage.cached_tokens
+        whole.pooled_tokens = own.pooled_tokens = message.usage.pooled_tokens
+        if message.HasField("kv_fetch"):
+            whole.fetch = own.fetch = message.kv_fetch
+            self._placement.fetched(message.kv_fetch)
         self._times = message.times if message.HasField("times") else None
         tokens, finished = _count(message)
         own.generated_tokens = whole.generated_tokens = tokens
@@ -203,6 +209,7 @@ class _Attempt:
             self._times,
             cached=own.cached_tokens,
             ttft_s=own.first_token_s,
+            pull_s=own.pull_s,
             generated=own.generated_tokens / self._job.sequences if whole else None,
         )
 

@@ -70,6 +70,8 @@ class Placement:
     ) -> None:
         self._group, self.decision, self.link, self.lease = group, decision, link, lease
         self.started_ns, self.decided_in_s, self.waited_s = started_ns, decided_in_s, 0.0
+        if decision.pull is not None:
+            group.fleet.pools.begin(decision.pull, group.clock(), group.fleet.routers)
         # While the request runs its prompt's blocks stay, whatever the replica has told of them yet.
         self._flight = group.fleet.begin(decision.row, decision.key, decision.keys)
 
@@ -77,8 +79,22 @@ class Placement:
         """The prompt is computed: that much room is free again."""
         self._group.turnstile.kick()
 
+    def fetched(self, fetch: common_pb2.KvFetch) -> None:
+        """What asking another host for blocks brought."""
+        pull = self.decision.pull
+        if pull is not None:
+            self._group.fleet.pools.end(
+                pull, fetch.bytes, fetch.seconds * 1e3, self._group.clock(), failed=bool(fetch.failed)
+            )
+
     def learn(
-        self, times: common_pb2.EngineTimes, *, cached: int, ttft_s: float, generated: float | None
+        self,
+        times: common_pb2.EngineTimes,
+        *,
+        cached: int,
+        ttft_s: float,
+        pull_s: float,
+        generated: float | None,
     ) -> None:
         """Prediction against outcome. `generated` is tokens per sequence, of a request that finished."""
         found = self.decision.outcome(
@@ -86,6 +102,7 @@ class Placement:
             queue_ms=times.queue * 1e3,
             prefill_ms=times.prefill * 1e3,
             ttft_ms=ttft_s * 1e3,
+            pull_ms=pull_s * 1e3,
             generated_tokens=generated,
         )
         self._group.fleet.learn(self.decision.key, found, self._group.clock())

@@ -25,6 +25,7 @@ unused; the longest such pause on the way to 1M blocks is some 50 to 100 ms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -164,6 +165,18 @@ class BlockIndex:
                 _depths(masks, depths[tier])
             elif tier:
                 depths[tier] = depths[tier - 1]
+        return depths
+
+    def match_alone(self, keys: Keys, tiers: Sequence[int]) -> npt.NDArray[np.int32]:
+        """int32 [len(tiers), rows]: as `match`, each plane for the blocks that are in that tier itself."""
+        depths = np.zeros((len(tiers), self.rows), np.int32)
+        ids = self._known(keys)
+        if ids is None:
+            return depths
+        for plane, tier in enumerate(tiers):
+            if self._blocks[tier].any():
+                masks = self._plane(tier)
+                _depths(masks[ids] if isinstance(ids, slice) else masks.take(ids, axis=0), depths[plane])
         return depths
 
     def _known(self, keys: Keys) -> Ids | slice | None:

@@ -125,12 +125,15 @@ class Lookaside:
         prompt_tokens = routed.placement.decision.prompt_tokens
         # A client's figures may be absurd; what is learned from them and measured must not be.
         ttft_s = end.ttft_s if end.HasField("ttft_s") and 0 <= end.ttft_s < _MOST_TTFT_S else None
-        sane = ttft_s is not None and 0 <= end.usage.cached_tokens <= prompt_tokens
+        usage = end.usage
+        sane = ttft_s is not None and 0 <= usage.pooled_tokens <= usage.cached_tokens <= prompt_tokens
         outcome = Outcome(
             prompt_tokens=prompt_tokens,
-            cached_tokens=end.usage.cached_tokens if sane else 0,
-            generated_tokens=max(end.usage.completion_tokens, 0),
+            cached_tokens=usage.cached_tokens if sane else 0,
+            pooled_tokens=usage.pooled_tokens if sane else 0,
+            generated_tokens=max(usage.completion_tokens, 0),
             first_token_s=ttft_s if sane else None,
+            fetch=_fetch(end, ttft_s),
         )
         if end.lost:
             routed.placement.link.doubt()
@@ -140,6 +143,8 @@ class Lookaside:
         elif not end.finished:
             outcome.error = _told(end)
             outcome.cancelled = outcome.error is None
+        if outcome.fetch is not None:
+            routed.placement.fetched(outcome.fetch)
         if not end.lost and outcome.first_token_s is not None and end.HasField("times"):
             route = routed.job.wanted.route
             generated = min(outcome.generated_tokens / route.sequences, route.max_tokens)
@@ -147,6 +152,7 @@ class Lookaside:
                 end.times,
                 cached=outcome.cached_tokens,
                 ttft_s=outcome.first_token_s,
+                pull_s=outcome.pull_s,
                 generated=generated if end.finished else None,
             )
         self._end(end.attempt_id, outcome)
@@ -183,3 +189,11 @@ def _told(end: inference_pb2.ReportEndRequest) -> KvorumError | None:
             "the client's stream ended with this",
         )
     )
+
+
+def _fetch(end: inference_pb2.ReportEndRequest, ttft_s: float | None) -> common_pb2.KvFetch | None:
+    """What the client says of blocks from another host, if it can be: they came before the first token."""
+    fetch = end.kv_fetch
+    if not end.HasField("kv_fetch") or ttft_s is None:
+        return None
+    return fetch if 0 <= fetch.seconds <= ttft_s and fetch.blocks >= 0 and fetch.bytes >= 0 else None

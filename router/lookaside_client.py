@@ -246,6 +246,8 @@ async def _messages(
                 end.usage.CopyFrom(message.usage)
             if message.HasField("times"):
                 end.times.CopyFrom(message.times)
+            if message.HasField("kv_fetch"):
+                end.kv_fetch.CopyFrom(message.kv_fetch)
             for choice in message.choices:
                 attempt.generated += len(choice.token_ids)
                 unfinished -= bool(choice.finish_reason)

@@ -95,6 +95,19 @@ class RouterMetrics:
             "of them, found cached, by where the router expected them",
             keys=("replica", "tier"),
         )
+        self._fetches = counter(
+            "kvorum.router.kv_fetch",
+            "{request}",
+            "requests for which another host was asked for blocks, by what came",
+            keys=("replica", "outcome"),
+        )
+        self._fetch_error = histogram(
+            "kvorum.router.kv_fetch.error",
+            "s",
+            "|predicted - measured| time of pulls from other hosts",
+            bounds=_LATENCY_S,
+            keys=("replica",),
+        )
         self._refused = counter("kvorum.router.refused", "{request}", "errors by reason", keys=("reason",))
         for name, unit, about, read in _GAUGES:
             meters.gauge(name, unit, about, self._reading(read))
@@ -129,17 +142,24 @@ class RouterMetrics:
             return
         replica, cached = decision.replica, outcome.cached_tokens
         resident, pending = decision.cached_tokens, decision.pending_tokens
+        left = max(cached - resident - pending, 0)
         self._ttft.record(before_s + outcome.first_token_s, replica)
         self._ttft_error.record(abs(decision.ttft_ms / 1e3 - outcome.first_token_s), replica)
-        self._cached_error.record(abs(resident + pending - cached), replica)
+        self._cached_error.record(abs(decision.expected_cached - cached), replica)
         self._prompt.add(decision.prompt_tokens, replica)
         for tier, tokens in (
             ("resident", min(cached, resident)),
             ("pending", min(max(cached - resident, 0), pending)),
-            ("unexpected", max(cached - resident - pending, 0)),
+            ("pooled", min(left, decision.pooled_tokens)),
+            ("unexpected", max(left - decision.pooled_tokens, 0)),
         ):
             if tokens:
                 self._hits.add(tokens, replica, tier)
+        if (fetch := outcome.fetch) is not None:
+            found = "ok" if not fetch.failed else "partial" if fetch.blocks else "failed"
+            self._fetches.add(1, replica, found)
+            if fetch.blocks and decision.pull is not None:
+                self._fetch_error.record(abs(decision.pull.total_ms / 1e3 - fetch.seconds), replica)
 
     def _known(self, tenant: str) -> str:
         if self._tenants is None or not tenant:

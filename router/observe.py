@@ -47,8 +47,15 @@ class Outcome:
     cancelled: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    pooled_tokens: int = 0  # of them, from the memory of the replica's host
     generated_tokens: int = 0
     first_token_s: float | None = None
+    fetch: common_pb2.KvFetch | None = None  # when another host was asked for blocks
+
+    @property
+    def pull_s(self) -> float:
+        """Until the engine had it, blocks being under way."""
+        return self.fetch.seconds if self.fetch is not None else 0.0
 
     @property
     def name(self) -> Literal["ok", "error", "cancelled", "refused"]:

@@ -52,7 +52,7 @@ class Candidate:
     degraded: str = ""  # why it gets no cache credit, or was not picked from; empty: in order
     cached_tokens: int = 0  # resident there
     pending_tokens: int = 0  # further ones of a prompt in flight there
-    pooled_tokens: int = 0  # to be fetched
+    pooled_tokens: int = 0  # to be fetched from the memory of its host or another
     uncached_tokens: int = 0  # to be computed
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -66,6 +66,7 @@ class Candidate:
     sequences: int = 0  # estimated, all routers
     backlog_tokens: int = 0  # estimated, all routers
     kv_usage: float = 0.0  # 0 .. 1, as last said
+    source: str = ""  # the agent of the other host, when it is to be asked first
 
     @property
     def key(self) -> str:
@@ -83,7 +84,7 @@ class View:
     rows: Ints  # in the fleet
     sequences: Floats  # running and waiting, estimated over all routers
     backlog: Floats  # prompt tokens accepted and not computed, estimated over all routers
-    cached: Ints  # prompt tokens that need no computing: resident, or of a prompt in flight
+    cached: Ints  # prompt tokens that need no computing there, without asking another host
     prediction: Prediction
     routers: float  # how many routers like this one seem to share the replicas; 1 .. 16
 

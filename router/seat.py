@@ -6,7 +6,11 @@ from protos import blockkeys, common_pb2, replica_pb2
 from router.block_view import BlockView
 from router.fleet import LoadReport
 from router.group import Link, ReplicaGroup
+from router.pool import Share
 from router.replica_view import ReplicaView
+
+_MOST_NAME_CHARS = 256
+_MOST_BLOCK_BYTES = 1 << 40
 
 
 class Seat:
@@ -34,6 +38,8 @@ class Seat:
         Raises:
             DesyncError: its blocks contradict what is held; all of them are forgotten.
         """
+        if update.HasField("snapshot"):
+            self._fleet.set_pool(self.row, _share(update.snapshot))
         self._fleet.report(self.row, _report(view.load), self._group.clock())
         if update.HasField("snapshot"):
             self._distrust = wrong_scheme(view)
@@ -103,4 +109,16 @@ def _report(load: common_pb2.ReplicaLoad) -> LoadReport:
         max_batch_tokens=load.max_batch_tokens,
         prefill_ms_per_token=load.prefill_ms_per_token,
         decode_step_ms=load.decode_step_ms,
+        pool_load_ms_per_block=load.pool_load_ms_per_block,
     )
+
+
+def _share(snapshot: replica_pb2.ReplicaSnapshot) -> Share | None:
+    """Its part in an arena; None: it has none, or what it says of it cannot be."""
+    pool = snapshot.pool
+    names = (pool.arena, pool.namespace, pool.agent)
+    if not (pool.arena and pool.namespace) or any(len(name) > _MOST_NAME_CHARS for name in names):
+        return None
+    if not 0 < pool.block_bytes <= _MOST_BLOCK_BYTES:
+        return None
+    return Share(pool.arena, pool.namespace, pool.agent, pool.block_bytes)

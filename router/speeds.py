@@ -92,13 +92,14 @@ class Outcome:
     queue_ms: float  # the engine's clock
     prefill_ms: float  # the engine's clock
     ttft_ms: float  # from the router's call to the first message, or as a lookaside client measured it
+    pull_ms: float = 0.0  # of it, before the engine had it: blocks were under way from another host
     predicted_ttft_ms: float | None = None
     predicted_cached: int | None = None  # tokens
     generated_tokens: float | None = None  # per sequence, of a request that finished
 
     def sane(self) -> bool:
         """Whether it may be learned from: finite, not negative, below an hour."""
-        times = (self.queue_ms, self.prefill_ms, self.ttft_ms)
+        times = (self.queue_ms, self.prefill_ms, self.ttft_ms, self.pull_ms)
         counts = (self.uncached, self.cached, self.running, self.steps)
         return (
             all(math.isfinite(ms) and 0 <= ms <= _MOST_MS for ms in times)
@@ -380,7 +381,7 @@ Row = tuple[float, float, float, float, float, float]
 
 def _row(outcome: Outcome) -> Row:
     u, c = float(outcome.uncached), float(outcome.cached)
-    beyond = max(outcome.ttft_ms - outcome.queue_ms - outcome.prefill_ms, 0.0)
+    beyond = max(outcome.ttft_ms - outcome.pull_ms - outcome.queue_ms - outcome.prefill_ms, 0.0)
     prefill = max(outcome.prefill_ms, _LEAST_MS)
     return 1.0, u, attention_pairs(u, c), outcome.steps * outcome.running, prefill, beyond
 

@@ -26,7 +26,7 @@ from opentelemetry.util.types import AttributeValue
 from protos import common_pb2, inference_pb2
 from protos.errors import KvorumError
 from router.observe import AttemptScope, Metadata, Outcome, Reader, RequestFacts, RequestScope
-from router.span_attributes import Attributes, of_forward, of_route
+from router.span_attributes import Attributes, of_fetch, of_forward, of_route
 from telemetry import spans
 from telemetry.logs import speak_of
 from telemetry.messages import Answers, Message, to_json
@@ -226,6 +226,7 @@ def _end(span: Span, outcome: Outcome, ended_ns: int, first_token_s: float | Non
             spans.GEN_AI_USAGE_INPUT_TOKENS: outcome.prompt_tokens,
             spans.GEN_AI_USAGE_OUTPUT_TOKENS: outcome.generated_tokens,
             spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: outcome.cached_tokens,
+            **of_fetch(outcome),
         }
     )
     if first_token_s is not None:

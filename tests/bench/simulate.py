@@ -10,6 +10,11 @@ TTFT counts from the arrival at the router, its queue included; TPOT is a reques
 token. The hit rate is the share of prompt tokens that were cached when first scheduled. Load CV is the
 coefficient of variation over replicas, of the time they were busy, of the prompt tokens they computed, and of
 the requests they got.
+
+With `--pools lru,tinylfu` the replicas of a host share memory for finished blocks as well, under that
+admission (`tests.bench.simulated_pool`); it is compared with `none` for our own policy alone. "Recomputed" is
+the share of prompt tokens that were computed although one endless cache would have had them, "pooled" the
+share that came from the host's memory, and "pulled" what travelled between hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +33,7 @@ import numpy as np
 from router.cost import CostSettings
 from router.policies import POLICY_NAMES
 from tests.bench.report import report
+from tests.bench.simulated_pool import ADMISSIONS, PoolShape
 from tests.bench.simulated_replica import Speed
 from tests.bench.simulation import Outcome, Scenario, Simulation
 from tests.bench.traces import Floats, Trace, generate, read
@@ -37,13 +43,16 @@ T = TypeVar("T")
 OURS = "predicted-time"
 RIVALS = ("round-robin", "power-of-two", "prefix-affinity")
 COLUMNS = (
-    "replicas", "load", "policy", "TTFT mean", "p50", "p90", "p99 ms", "TPOT p90", "hit %", "CV busy",
-    "tokens", "requests", "refused", "queue ms", "|error| ms", "preempted", "decisions/s", "wall s",
+    "replicas", "load", "policy", "pool", "TTFT mean", "p50", "p90", "p99 ms", "TPOT p90", "hit %",
+    "recomputed %", "pooled %", "pulls", "pulled GB", "computed Mtok", "CV busy", "tokens", "requests",
+    "refused", "queue ms", "|error| ms", "preempted", "decisions/s", "wall s",
 )  # fmt: skip
+_SHAPE = tuple(each.name for each in fields(PoolShape) if each.name != "admission")
 EXAMPLES = """examples:
   python -m tests.bench.simulate --trace conversation_trace.jsonl --replicas 8,64
   python -m tests.bench.simulate --requests 3000 --policies predicted-time,round-robin   # a generated trace
   python -m tests.bench.simulate --replicas 64 --routers 4 --spread 0.2    # four routers, uneven replicas
+  python -m tests.bench.simulate --policies predicted-time --pools none,lru --network-gbit-s 25
   python -m tests.bench.simulate --requests 1000000 --replicas 1000 --policies predicted-time --load 0.7
 """
 
@@ -55,12 +64,18 @@ class Line:
     replicas: int
     load: float
     policy: str
+    pool: str
     mean: float
     p50: float
     p90: float
     p99: float
     tpot_p90: float
     hit_rate: float
+    recomputed: float
+    pooled: float
+    pulls: int
+    pulled_gb: float
+    computed_mtok: float
     busy_cv: float
     tokens_cv: float
     requests_cv: float
@@ -73,11 +88,13 @@ class Line:
 
     def cells(self) -> list[str]:
         return [
-            f"{self.replicas}", f"{self.load:g}", self.policy, f"{self.mean:.0f}", f"{self.p50:.0f}",
-            f"{self.p90:.0f}", f"{self.p99:.0f}", f"{self.tpot_p90:.0f}", f"{self.hit_rate:.1%}",
-            f"{self.busy_cv:.2f}", f"{self.tokens_cv:.2f}", f"{self.requests_cv:.2f}",
-            f"{self.refused}", f"{self.wait_ms:.0f}", f"{self.error_ms:.0f}", f"{self.preemptions}",
-            f"{self.decisions_per_s:.0f}", f"{self.wall_s:.0f}",
+            f"{self.replicas}", f"{self.load:g}", self.policy, self.pool, f"{self.mean:.0f}",
+            f"{self.p50:.0f}", f"{self.p90:.0f}", f"{self.p99:.0f}", f"{self.tpot_p90:.0f}",
+            f"{self.hit_rate:.1%}", f"{self.recomputed:.1%}", f"{self.pooled:.1%}", f"{self.pulls}",
+            f"{self.pulled_gb:.0f}", f"{self.computed_mtok:.1f}", f"{self.busy_cv:.2f}",
+            f"{self.tokens_cv:.2f}", f"{self.requests_cv:.2f}", f"{self.refused}", f"{self.wait_ms:.0f}",
+            f"{self.error_ms:.0f}", f"{self.preemptions}", f"{self.decisions_per_s:.0f}",
+            f"{self.wall_s:.0f}",
         ]  # fmt: skip
 
 
@@ -86,11 +103,17 @@ def line(scenario: Scenario, policy: str, outcome: Outcome) -> Line:
     ttft, waits, errors = (_or_nan(column) for column in (outcome.ttft_ms, outcome.wait_ms, outcome.error_ms))
     p50, p90, p99 = np.percentile(ttft, [50, 90, 99]).tolist()
     return Line(
-        scenario.replicas, scenario.load, policy, float(ttft.mean()), p50, p90, p99,
-        float(np.percentile(_or_nan(outcome.tpot_ms), 90)), outcome.hit_rate, outcome.busy_cv,
+        scenario.replicas, scenario.load, policy, _pool(scenario), float(ttft.mean()), p50, p90, p99,
+        float(np.percentile(_or_nan(outcome.tpot_ms), 90)), outcome.hit_rate,
+        scenario.trace.most_hits() - outcome.hit_rate, outcome.pooled_rate, outcome.pulls,
+        outcome.pulled_bytes / 1e9, outcome.computed_tokens / 1e6, outcome.busy_cv,
         outcome.tokens_cv, outcome.requests_cv, outcome.refused, float(waits.mean()),
         float(np.median(np.abs(errors))), outcome.preemptions, outcome.decisions_per_s, outcome.wall_s,
     )  # fmt: skip
+
+
+def _pool(scenario: Scenario) -> str:
+    return "none" if scenario.pool is None else scenario.pool.admission
 
 
 def _or_nan(values: Floats) -> Floats:
@@ -102,11 +125,14 @@ def figures(lines: Sequence[Line]) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in lines:
         place = f"{each.policy}_{each.replicas}_{each.load:g}".replace("-", "_")
+        place += "" if each.pool == "none" else f"_{each.pool}"
         found[f"ttft_p90_ms_{place}"] = each.p90
         found[f"hit_rate_{place}"] = each.hit_rate
+        found[f"recomputed_{place}"] = each.recomputed
         found[f"busy_cv_{place}"] = each.busy_cv
-    by_place = {(each.replicas, each.load, each.policy): each for each in lines}
-    ours = [each for each in lines if each.policy == OURS]
+    alone = [each for each in lines if each.pool == "none"]
+    by_place = {(each.replicas, each.load, each.policy): each for each in alone}
+    ours = [each for each in alone if each.policy == OURS]
     for rival in RIVALS:
         ratios = [
             by_place[each.replicas, each.load, rival].p90 / each.p90
@@ -141,11 +167,12 @@ def progress(what: str, total: int) -> Callable[[int, float], None]:
 
 def run(scenario: Scenario, policy: str, settings: CostSettings) -> Line:
     """One policy in one scenario."""
-    what = f"{scenario.replicas} replicas, load {scenario.load:g}, {policy}"
+    what = f"{scenario.replicas} replicas, load {scenario.load:g}, {policy}, pool {_pool(scenario)}"
     outcome = Simulation(scenario, policy, settings, progress(what, len(scenario.trace))).run()
     found = line(scenario, policy, outcome)
     print(
-        f"{what}: TTFT p90 {found.p90:.0f} ms, mean {found.mean:.0f}; hits {found.hit_rate:.1%}; busy CV "
+        f"{what}: TTFT p90 {found.p90:.0f} ms, mean {found.mean:.0f}; hits {found.hit_rate:.1%}, "
+        f"{found.recomputed:.1%} recomputed; busy CV "
         f"{found.busy_cv:.2f}; {found.refused} refused; {found.wall_s:.0f} s",
         flush=True,
     )
@@ -165,7 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{trace.most_hits():.1%} of the prompt tokens",
         flush=True,
     )
-    lines = [run(scenario, policy, settings) for scenario in scenarios for policy in arguments.policies]
+    lines = [
+        run(scenario, policy, settings)
+        for scenario in scenarios
+        for policy in arguments.policies
+        if scenario.pool is None or policy == OURS
+    ]
     report(
         "simulate",
         f"simulated replicas, {trace.name}, {len(trace)} requests, {arguments.routers} router(s)",
@@ -186,6 +218,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Trace, list[Scenario], Cost
     else:
         requests = 12_000 if arguments.requests is None else arguments.requests
         trace = generate(requests, arguments.seed)
+    shape = PoolShape(**{name: getattr(arguments, name) for name in _SHAPE})
+    pools = [None if name == "none" else replace(shape, admission=name) for name in arguments.pools]
     scenarios = [
         Scenario(
             trace=trace,
@@ -198,10 +232,12 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Trace, list[Scenario], Cost
             max_queue=arguments.max_queue,
             deadline_s=arguments.deadline_s,
             sessions=arguments.sessions,
+            pool=pool,
             seed=arguments.seed,
         )
         for replicas in arguments.replicas
         for load in arguments.load
+        for pool in pools
     ]
     for scenario in scenarios:
         scenario.check()
@@ -224,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", type=_list(_count), default=[8, 64], help="how many, comma-separated (default 8,64)")
     add("--load", type=_list(float), default=[0.5, 0.7, 0.9], help="comma-separated (default 0.5,0.7,0.9)")
     add("--policies", type=_list(_policy), default=list(POLICY_NAMES), help=f"of {', '.join(POLICY_NAMES)}")
+    add("--pools", type=_list(_pool_name), default=["none", *ADMISSIONS], help="of none, lru, tinylfu")
     add("--routers", type=_count, default=1, help="each with its own view and queue (default 1)")
     add("--report-ms", type=float, default=100.0, help="least time between a replica's reports (default 100)")
     add("--spread", type=float, default=0.0, help="sigma of the replicas' lognormal speeds (default 0)")
@@ -232,9 +269,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--deadline-s", type=float, default=600.0, help="of each request (default 600)")
     add("--seed", type=int, default=1, help="of the generated trace, of speeds and of chance (default 1)")
     add("--lines", type=Path, help="write the table's rows to this file, too, as JSON lines")
-    for title, settings in (("replicas", Speed()), ("router settings", CostSettings())):
+    groups = (("replicas", Speed()), ("shared memory", PoolShape()), ("router settings", CostSettings()))
+    for title, settings in groups:
         group = parser.add_argument_group(title)
-        for name in (each.name for each in fields(settings)):
+        for name in (each.name for each in fields(settings) if each.name != "admission"):
             value = getattr(settings, name)
             flag = f"--{name.replace('_', '-')}"
             group.add_argument(flag, type=type(value), default=value, help=f"default {value:g}")
@@ -253,6 +291,12 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
+
+
+def _pool_name(text: str) -> str:
+    if text != "none" and text not in ADMISSIONS:
+        raise argparse.ArgumentTypeError(f"no pool '{text}'; choose of none, {', '.join(ADMISSIONS)}")
+    return text
 
 
 def _policy(text: str) -> str:

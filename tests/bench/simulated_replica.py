@@ -7,6 +7,9 @@ nobody uses stay as cache and are evicted least recently used first, the end of 
 A hit is whole blocks, and at least the last token is computed. When a decode finds no block, the sequence
 that was taken in last loses its own and computes them again later.
 
+With an arena (`simulated_pool`), blocks that the engine's own cache lacks are loaded from there, one request
+after the other, while the engine computes others; what it has computed is stored there at the step's end.
+
 What differs: blocks are the trace's, 512 tokens; generated tokens take space, but no later prompt hits them
 (a trace does not name them); sampling, networks and tokenizers take no time.
 """
@@ -23,6 +26,7 @@ import numpy as np
 
 from router.fleet import LoadReport
 from tests.bench.simulated_cache import Keys, SimulatedCache
+from tests.bench.simulated_pool import SimulatedArena
 from tests.bench.traces import BLOCK, Trace
 from workers.speed import StepSpeed
 
@@ -76,8 +80,8 @@ class Job:
     """One request at one replica."""
 
     __slots__ = (
-        "blocks", "cached", "computed", "ended_at", "first_at", "joined", "keys", "number", "output",
-        "produced", "prompt", "registered", "shown", "started", "submitted", "target",
+        "asked", "blocks", "cached", "computed", "ended_at", "first_at", "joined", "keys", "loaded", "number",
+        "output", "pooled", "produced", "prompt", "registered", "shown", "started", "submitted", "target",
     )  # fmt: skip
 
     def __init__(self, number: int, keys: Keys, prompt: int, output: int) -> None:
@@ -91,14 +95,18 @@ class Job:
         self.registered = 0  # blocks of the prompt that it holds by key
         self.blocks = 0  # further ones
         self.shown = 0  # leading blocks last seen resident
-        self.cached = -1  # tokens hit when first taken in
+        self.cached = -1  # tokens hit when first taken in ...
+        self.pooled = 0  # ... of them, from the arena
+        self.loaded = 0  # leading blocks, once what is being loaded has come
+        self.asked = False  # the arena knows that it is wanted
         self.submitted = self.started = self.first_at = self.ended_at = -1.0
 
 
 class SimulatedReplica:
     """Virtual time comes in with every call; `wake(at, version)` asks for `step_ended(at, version)`.
 
-    `on_first` and `on_finish` are told of jobs at the end of the step that did it.
+    `on_first` and `on_finish` are told of jobs at the end of the step that did it. With an arena, of which a
+    block takes `load_ms`, `later(at)` asks for `loads_ended(at)`.
     """
 
     def __init__(
@@ -108,15 +116,24 @@ class SimulatedReplica:
         wake: Callable[[float, int], None],
         on_first: Callable[[Job, float], None],
         on_finish: Callable[[Job, float], None],
+        arena: SimulatedArena | None = None,
+        load_ms: float = 0.0,
+        later: Callable[[float], None] = lambda at: None,
     ) -> None:
         self.speed = speed
+        self.arena = arena
+        self.loaded_blocks = 0
         self.busy_s = 0.0
         self.jobs = 0
         self.computed_tokens = 0
         self.preemptions = 0
         self._wake, self._on_first, self._on_finish = wake, on_first, on_finish
         self.cache = SimulatedCache(speed.kv_tokens // BLOCK)
+        self._load_ms, self._later, self._loads_until = load_ms, later, 0.0
+        self._coming: dict[Job, None] = {}  # accepted, and not submitted yet
         self._waiting: deque[Job] = deque()
+        self._loading: deque[tuple[float, Job]] = deque()  # when it will have come; has its blocks
+        self._named: list[int] = []  # to be stored in the arena when the step ends
         self._running: dict[Job, None] = {}  # in order of being taken in
         self._prefilling: list[Job] = []
         self._decoding: list[tuple[int, int, Job]] = []  # a heap: step at which it needs attention, order
@@ -137,7 +154,19 @@ class SimulatedReplica:
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self._waiting)
+        return not (self._running or self._waiting or self._loading or self._coming)
+
+    def expect(self, job: Job) -> None:
+        """A request has been accepted; it is submitted once blocks from elsewhere are there."""
+        self._coming[job] = None
+        self._unanswered[job] = None
+
+    def loads_ended(self, now: float) -> None:
+        """The time that `later` was called for has come."""
+        if not self._steps_under_way:
+            self._schedule(now)
+        elif not self._chunks:
+            self._shorten(now)
 
     def submit(self, job: Job, now: float) -> None:
         """A request has arrived.
@@ -152,6 +181,7 @@ class SimulatedReplica:
             )
         job.submitted = now
         self.jobs += 1
+        self._coming.pop(job, None)
         self._unanswered[job] = None
         self._waiting.append(job)
         if not self._steps_under_way:
@@ -172,6 +202,9 @@ class SimulatedReplica:
         self._context += steps * decoding
         self._steps_under_way = 0
         self.cache.publish()
+        if self.arena is not None:
+            self.arena.store(self._named)
+            self._named = []
         while self._decoding and self._decoding[0][0] <= self._step:
             _, _, job = heapq.heappop(self._decoding)
             self._pause(job)
@@ -195,16 +228,19 @@ class SimulatedReplica:
         backlog, pairs = 0, 0.0
         for job in self._unanswered:
             job.shown = self.cache.hits(job.keys, job.shown, published=True)
+            if self.arena is not None:
+                job.shown = self.arena.hits(job.keys, job.shown)
             left = max(job.prompt - job.shown * BLOCK, 1)
             backlog += left
             pairs += left * (job.prompt - left + left / 2)
         if self._step - self._measured_at >= _SPEED_EVERY:
             self._measured_at = self._step
             self._said = (self._measured.prefill_ms_per_token, self._measured.decode_step_ms)
+        waiting = len(self._waiting) + len(self._loading)
         return LoadReport(
             running=len(self._running),
-            waiting=len(self._waiting),
-            sequences=len(self._running) + len(self._waiting),
+            waiting=waiting,
+            sequences=len(self._running) + waiting + len(self._coming),
             prefill_backlog_tokens=backlog,
             prefill_backlog_pairs=pairs,
             kv_usage=1.0 - self.cache.free / self.cache.capacity,
@@ -212,6 +248,7 @@ class SimulatedReplica:
             max_batch_tokens=self.speed.max_batch_tokens,
             prefill_ms_per_token=self._said[0],
             decode_step_ms=self._said[1],
+            pool_load_ms_per_block=self._load_ms if self.loaded_blocks else 0.0,
         )
 
     # Steps
@@ -229,11 +266,16 @@ class SimulatedReplica:
             pairs += self._compute(job, tokens)
             budget -= tokens
             prompt_tokens += tokens
-        while budget > 0 and self._waiting and not preempted and len(self._running) < speed.max_sequences:
-            job = self._waiting[0]
-            if not self._take_in(job, now):
+        while budget > 0 and not preempted and len(self._running) < speed.max_sequences:
+            if self._loading and self._loading[0][0] <= now:
+                _, job = self._loading.popleft()
+                self._loads_ended(job, now)
+            elif self._waiting and self._take_in(self._waiting[0], now):
+                job = self._waiting.popleft()
+                if job.loaded > job.registered:
+                    continue  # others go on meanwhile
+            else:
                 break
-            self._waiting.popleft()
             tokens = min(job.target - job.computed, budget)
             pairs += self._compute(job, tokens)
             budget -= tokens
@@ -275,16 +317,41 @@ class SimulatedReplica:
     # Jobs
 
     def _take_in(self, job: Job, now: float) -> bool:
-        hits = min(self.cache.hits(job.keys), (job.target - 1) // BLOCK)
+        """Let it have its blocks, if they can be had: now, or when those of the arena are loaded."""
+        most = (job.target - 1) // BLOCK
+        hits = loaded = min(self.cache.hits(job.keys), most)
+        if self.arena is not None:
+            if not job.asked:
+                self.arena.asked(job.keys)
+                job.asked = True
+            loaded = min(self.arena.hits(job.keys, hits), most)
         needed = -(-job.target // BLOCK) - hits
         if not self.cache.claim(job.keys[:hits], needed):
             return False
-        job.registered, job.blocks, job.computed = hits, needed, hits * BLOCK
+        job.registered, job.blocks, job.computed, job.loaded = hits, needed, hits * BLOCK, loaded
+        if loaded > hits:
+            self._loads_until = max(now, self._loads_until) + (loaded - hits) * self._load_ms / 1e3
+            self._loading.append((self._loads_until, job))
+            self._later(self._loads_until)
+        else:
+            self._begin(job, now)
+        return True
+
+    def _loads_ended(self, job: Job, now: float) -> None:
+        named = job.keys[job.registered : job.loaded]
+        self.loaded_blocks += len(named)
+        self.cache.name(named)
+        if job.cached < 0:
+            job.pooled = len(named) * BLOCK
+        job.blocks -= len(named)
+        job.registered, job.computed = job.loaded, job.loaded * BLOCK
+        self._begin(job, now)
+
+    def _begin(self, job: Job, now: float) -> None:
         if job.cached < 0:
             job.cached, job.started = job.computed, now
         self._running[job] = None
         self._prefilling.append(job)
-        return True
 
     def _compute(self, job: Job, tokens: int) -> float:
         """Plan a chunk; pairs of tokens that it attends to. Its full blocks can be hit from now on."""
@@ -294,6 +361,8 @@ class SimulatedReplica:
         full = min(job.computed // BLOCK, len(job.keys))
         named = job.keys[job.registered : full]
         self.cache.name(named)
+        if self.arena is not None:
+            self._named += named
         job.blocks -= len(named)
         job.registered = max(job.registered, full)
         return pairs
@@ -369,11 +438,13 @@ class SimulatedReplica:
     def _free(self, job: Job) -> None:
         del self._running[job]
         self.cache.release(job.keys[: job.registered], job.blocks)
-        job.registered = job.blocks = job.computed = 0
+        job.registered = job.blocks = job.computed = job.loaded = 0
 
     def assert_whole(self) -> None:
         """Every block is blank, unused, or somebody's; nothing else is kept when it is idle."""
-        self.cache.assert_whole(sum(job.blocks for job in self._running))
+        self.cache.assert_whole(
+            sum(job.blocks for job in [*self._running, *(job for _, job in self._loading)])
+        )
         if self.idle:
             assert not self.cache.used, "blocks leaked"
             assert not self._unanswered, "a job leaked"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from router.cost import CostSettings
 from router.picker import RouteRequest
 from router.policies import make_policy
+from tests.bench.simulated_pool import PoolShape, SimulatedHosts
 from tests.bench.simulated_replica import Job, SimulatedReplica, Speed
 from tests.bench.traces import BLOCK, Trace
 from tests.bench.virtual_router import Asked, VirtualRouter
@@ -36,6 +37,7 @@ class Scenario:
     max_queue: int = 1024
     deadline_s: float = 600.0
     sessions: bool = False  # tell the router whose request it is
+    pool: PoolShape | None = None  # None: replicas share no blocks
     seed: int = 1
 
     def check(self) -> None:
@@ -44,6 +46,8 @@ class Scenario:
             raise ValueError(f"load is {self.load}: expected more than 0, 1 is the fleet's capacity")
         if self.report_s <= 0 or self.deadline_s <= 0 or self.max_queue < 0 or self.spread < 0:
             raise ValueError("report_s and deadline_s must be above 0, max_queue and spread not below")
+        if self.pool is not None:
+            self.pool.check()
         longest = int((self.trace.input_tokens + self.trace.output_tokens).max())
         if -(-longest // BLOCK) > self.speed.kv_tokens // BLOCK:
             raise ValueError(
@@ -75,7 +79,11 @@ class Outcome:
     tpot_ms: Floats  # of requests with more than one token
     wait_ms: Floats  # of it, in the router's queue
     error_ms: Floats  # predicted less measured, from the decision
-    hit_rate: float  # of prompt tokens, when first scheduled
+    hit_rate: float  # of prompt tokens, when first scheduled ...
+    pooled_rate: float  # ... of them, from the memory of the host
+    pulls: int  # from other hosts
+    pulled_bytes: int
+    computed_tokens: int  # of prompts, again after a preemption
     refused: int
     preemptions: int
     busy_cv: float  # coefficient of variation over replicas of busy time ...
@@ -96,6 +104,7 @@ class _Measured:
     wait_ms: list[float] = field(default_factory=list)
     error_ms: list[float] = field(default_factory=list)
     cached: int = 0
+    pooled: int = 0
     prompts: int = 0
 
     def add(self, asked: Asked) -> None:
@@ -108,6 +117,7 @@ class _Measured:
         self.wait_ms.append((asked.placed - asked.arrived) * 1e3)
         self.error_ms.append(decision.ttft_ms - (job.first_at - asked.placed) * 1e3)
         self.cached += job.cached
+        self.pooled += job.pooled
         self.prompts += job.prompt
 
 
@@ -129,6 +139,7 @@ class Simulation:
         self._refused = 0
         self._measured = _Measured()
         self._rng = random.Random(scenario.seed)
+        self._hosts = None if scenario.pool is None else SimulatedHosts(scenario.pool, scenario.replicas)
         self.replicas = [
             self._make_replica(row, float(factor)) for row, factor in enumerate(scenario.factors())
         ]
@@ -166,8 +177,19 @@ class Simulation:
         def wake(at: float, version: int) -> None:
             self._at(at, self._step_ended, row, version)
 
-        speed = self._scenario.speed.times(factor)
-        return SimulatedReplica(speed, wake=wake, on_first=self._first_token, on_finish=self._finished)
+        def later(at: float) -> None:
+            self._at(at, self._loads_ended, row)
+
+        speed, hosts = self._scenario.speed.times(factor), self._hosts
+        return SimulatedReplica(
+            speed,
+            wake=wake,
+            on_first=self._first_token,
+            on_finish=self._finished,
+            arena=None if hosts is None else hosts.arena_of(row),
+            load_ms=0.0 if hosts is None else hosts.shape.load_ms_per_block,
+            later=later,
+        )
 
     def _make_router(self, number: int, policy: str, settings: CostSettings) -> VirtualRouter:
         def poll(at: float) -> None:
@@ -183,6 +205,7 @@ class Simulation:
             send=self._send,
             refuse=self._refuse,
             poll=poll,
+            pool=scenario.pool,
         )
 
     # Events
@@ -214,8 +237,40 @@ class Simulation:
 
     def _send(self, asked: Asked, row: int) -> None:
         prompt = len(asked.route.prompt_token_ids)
-        asked.job = Job(asked.number, asked.keys, prompt, asked.output)
-        self.replicas[row].submit(asked.job, self.now)
+        job = asked.job = Job(asked.number, asked.keys, prompt, asked.output)
+        assert asked.decision is not None
+        pull = asked.decision.pull
+        if self._hosts is None or pull is None:
+            self._submit(job, row)
+            return
+        source, target = self._hosts.host_of(pull.source), self._hosts.shape.host_of(row)
+        here, there = self._hosts.arenas[target], self._hosts.arenas[source]
+        wanted = job.keys[: pull.blocks]
+        here.asked(job.keys)
+        job.asked = True
+        known = here.hits(wanted, self.replicas[row].cache.hits(wanted))
+        held = there.hits(wanted, known)
+        there.asked(wanted[known:held])
+        keys = here.admit(wanted[known:held])
+        self.replicas[row].expect(job)
+        self._touch(row)
+        over = self._hosts.pull(source, target, keys, self.now)
+        self._at(over, self._pulled, asked, row, keys, self.now, known + len(keys) < len(wanted))
+
+    def _pulled(self, asked: Asked, row: int, keys: list[int], began: float, failed: bool) -> None:
+        assert self._hosts is not None
+        assert asked.job is not None
+        self._hosts.arena_of(row).put(keys)
+        size = len(keys) * self._hosts.shape.block_bytes
+        self._router_of[asked.number].pulled(asked, size, self.now - began, failed=failed)
+        self._submit(asked.job, row)
+
+    def _submit(self, job: Job, row: int) -> None:
+        self.replicas[row].submit(job, self.now)
+        self._touch(row)
+
+    def _loads_ended(self, row: int) -> None:
+        self.replicas[row].loads_ended(self.now)
         self._touch(row)
 
     def _step_ended(self, row: int, version: int) -> None:
@@ -231,9 +286,11 @@ class Simulation:
     def _report(self, row: int) -> None:
         self._to_report[row], self._reported_at[row] = False, self.now
         replica = self.replicas[row]
-        report, (stored, removed) = replica.report(), replica.cache.changes()
+        report, changes = replica.report(), [replica.cache.changes()]
+        if self._hosts is not None:
+            changes.append(self._hosts.changes(row))
         for router in self.routers:
-            router.report(row, report, stored, removed)
+            router.report(row, report, *changes)
 
     def _first_token(self, job: Job, now: float) -> None:
         self._router_of[job.number].first_token(self._asked[job.number])
@@ -270,6 +327,10 @@ class Simulation:
             wait_ms=np.array(measured.wait_ms),
             error_ms=np.array(measured.error_ms),
             hit_rate=measured.cached / max(measured.prompts, 1),
+            pooled_rate=measured.pooled / max(measured.prompts, 1),
+            pulls=0 if self._hosts is None else self._hosts.pulls,
+            pulled_bytes=0 if self._hosts is None else self._hosts.pulled_bytes,
+            computed_tokens=sum(replica.computed_tokens for replica in self.replicas),
             refused=self._refused,
             preemptions=sum(replica.preemptions for replica in self.replicas),
             busy_cv=_cv(busy),

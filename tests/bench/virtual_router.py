@@ -20,6 +20,7 @@ from router.decide import Decider, Decision
 from router.fleet import Fleet, LoadReport
 from router.leases import Lease, LeasedLoad, LeaseTable
 from router.picker import Policy, RouteRequest
+from tests.bench.simulated_pool import PoolShape
 from tests.bench.simulated_replica import Job
 from tests.bench.traces import BLOCK
 
@@ -43,6 +44,7 @@ class Asked:
     lease: Lease | None = None
     flight: int = 0
     job: Job | None = None
+    pulled_s: float = 0.0  # of its time, waiting for blocks from another host
 
 
 class VirtualRouter:
@@ -62,6 +64,7 @@ class VirtualRouter:
         send: Callable[[Asked, int], None],
         refuse: Callable[[Asked], None],
         poll: Callable[[float], None],
+        pool: PoolShape | None = None,
     ) -> None:
         self.fleet = Fleet(settings=settings)
         self.fleet.block_size = BLOCK
@@ -76,6 +79,8 @@ class VirtualRouter:
             row = self.fleet.join(f"replica-{number}", _EPOCH)
             assert row == number, f"replica {number} has row {row}"
             self.fleet.set_standing(row, usable=True)
+            if pool is not None:
+                self.fleet.set_pool(row, pool.share(pool.host_of(number)))
 
     # What happens
 
@@ -101,15 +106,23 @@ class VirtualRouter:
             self._refuse(displaced.payload)
         self._arm(now)
 
-    def report(self, row: int, report: LoadReport, stored: Keys, removed: Keys) -> None:
-        """A replica said how loaded it is and what changed in its cache."""
-        if len(removed):
-            self.fleet.index.remove(row, removed)
-        if len(stored):
-            self.fleet.index.store(row, stored)
+    def report(self, row: int, report: LoadReport, *changes: tuple[Keys, Keys]) -> None:
+        """A replica said how loaded it is, and what was stored and removed in its cache and in its arena."""
+        for tier, (stored, removed) in enumerate(changes):
+            if len(removed):
+                self.fleet.index.remove(row, removed, tier)
+            if len(stored):
+                self.fleet.index.store(row, stored, tier)
         self.fleet.report(row, report, self._clock())
         self.fleet.relax(self._clock())
         self.pump()
+
+    def pulled(self, asked: Asked, size: int, seconds: float, *, failed: bool) -> None:
+        """Blocks have come from another host; so many bytes."""
+        assert asked.decision is not None
+        assert asked.decision.pull is not None
+        asked.pulled_s = seconds
+        self.fleet.pools.end(asked.decision.pull, size, seconds * 1e3, self._clock(), failed=failed)
 
     def first_token(self, asked: Asked) -> None:
         """A request's first token has come."""
@@ -128,6 +141,7 @@ class VirtualRouter:
             queue_ms=(job.started - job.submitted) * 1e3,
             prefill_ms=(job.first_at - job.started) * 1e3,
             ttft_ms=(job.first_at - asked.placed) * 1e3,
+            pull_ms=asked.pulled_s * 1e3,
             generated_tokens=job.output,
         )
         self.fleet.learn(asked.decision.key, outcome, self._clock())
@@ -169,6 +183,8 @@ class VirtualRouter:
             sequences=asked.route.sequences,
         )
         asked.flight = self.fleet.begin(decision.row, decision.key, decision.keys)
+        if decision.pull is not None:
+            self.fleet.pools.begin(decision.pull, now, self.fleet.routers)
         self.decided_in_s += time.perf_counter() - began
         self.decisions += 1
         asked.decision, asked.placed = decision, now
