@@ -154,7 +154,9 @@ def _rooted(model: type[BaseModel], data: Mapping[str, Any], folder: Path) -> di
         value = rooted.get(name)
         if (nested := section(field)) is not None and isinstance(value, Mapping):
             rooted[name] = _rooted(nested, value, folder)
-        elif bare_type(field.annotation) is Path and isinstance(value, str | Path):
+        elif (bare_type(field.annotation) is Path or name == "kv_pool_folder") and isinstance(
+            value, str | Path
+        ):
             rooted[name] = str(_absolute(value, folder))
         elif name == "lora_modules" and isinstance(value, Mapping):
             rooted[name] = {

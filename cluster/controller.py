@@ -17,8 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.admin import AdminServicer, serve_admin
 from cluster.checkpoint_files import read_small_files
 from cluster.config import ClusterConfig
+from cluster.kv_agents import KvAgents, RayActors
 from cluster.placement import Topology, fit
 from cluster.ports import free_port
+from cluster.processes import MARKER
 from cluster.router_actor import RouterSupervisor
 from cluster.state import CONTROLLER_NAME
 from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
@@ -28,6 +30,8 @@ from protos import admin_pb2, common_pb2
 from telemetry.logs import configure_logging
 from workers.checkpoint import PreparedModel
 from workers.engine_args import resolve_device
+from workers.kvpool.agent_actor import AgentSpec
+from workers.kvpool.pool_config import pool_folder
 from workers.pinning import pin_process
 
 log = logging.getLogger(__name__)
@@ -101,6 +105,7 @@ class ControllerActor:
     async def _start(self) -> None:
         spec = self._spec
         pin_process(spec.front_cores)
+        self._kv_agents = KvAgents(self._agent_spec, RayActors(spec.namespace))
         around = Surroundings(
             config=spec.config,
             topology=spec.topology,
@@ -111,6 +116,7 @@ class ControllerActor:
             front_cores=spec.front_cores,
             taken_cores=self._taken_cores,
             changed=self.touch,
+            kv_agent=self._kv_agents.address,
         )
         self._supervisors = [ReplicaSupervisor(f"replica-{i}", around) for i in range(spec.topology.replicas)]
         self._loads = LoadWatch(spec.token)
@@ -124,7 +130,9 @@ class ControllerActor:
             front_cores=spec.front_cores,
         )
         # Adopt first: a watcher that were shown an empty membership would drop replicas that serve.
-        await asyncio.gather(self._router.adopt(), *(s.adopt() for s in self._supervisors))
+        await asyncio.gather(
+            self._router.adopt(), self._kv_agents.adopt(), *(s.adopt() for s in self._supervisors)
+        )
         self._server = await serve_admin(
             AdminServicer(self), spec.config.admin_host, spec.admin_port, spec.token
         )
@@ -153,7 +161,7 @@ class ControllerActor:
         while True:
             ready = [s for s in self._supervisors if s.record.state == admin_pb2.READY and s.record.info]
             self._loads.follow({s.record.name: s.record.info.address for s in ready if s.record.info})
-            await asyncio.gather(*(s.refresh_shards() for s in ready))
+            await asyncio.gather(self._kv_agents.refresh(), *(s.refresh_shards() for s in ready))
             await asyncio.sleep(_SHARDS_REFRESH_S)
 
     def touch(self) -> None:
@@ -203,6 +211,7 @@ class ControllerActor:
             record = supervisor.record
             status.replicas.append(to_status(record, self._loads.load(record.name)))
         status.routers.append(self._router.status())
+        status.kv_pools.extend(self._kv_agents.status())
         return status
 
     async def overlap(self) -> admin_pb2.OverlapStatus:
@@ -242,6 +251,7 @@ class ControllerActor:
         """End routers, replicas and the viewer. The caller then kills this actor."""
         stops = (s.stop(grace_s) for s in self._supervisors)
         await asyncio.gather(self._router.stop(grace_s), *stops)
+        await self._kv_agents.stop()  # they remove what replicas had open
         if self._viewer is not None:  # last, for the others' last metrics
             await stop_viewer(self._viewer)
         self._loads.close()
@@ -256,6 +266,18 @@ class ControllerActor:
             ray.kill(controller, no_restart=True)
 
         self._leaving = asyncio.create_task(leave())
+
+    def _agent_spec(self, node_id: str, host: str) -> AgentSpec:
+        spec = self._spec
+        return AgentSpec(
+            node_id=node_id,
+            host=host,
+            cluster_id=os.environ.get(MARKER, ""),
+            folder=str(pool_folder(spec.config.engine)),
+            front_cores=spec.front_cores,
+            log_format=spec.config.telemetry.log_format,
+            token=spec.token,
+        )
 
     def _taken_cores(self, asking: str) -> list[tuple[str, int]]:
         return [

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.http_probe import Readiness
+from cluster.pool_view import pool_lines
 from protos import admin_pb2
 
 _COLOURS = {"ready": "green", "failed": "red", "draining": "yellow", "stopped": "dim"}
@@ -149,7 +150,7 @@ class ReplicaProgress:
 
 
 def status_view(status: admin_pb2.ClusterStatus) -> Group:
-    """The status page: a heading, a table of replicas, a line a router."""
+    """The status page: a heading, a table of replicas, a line a host with a KV pool, a line a router."""
     model = status.model
     parallel = f"TP {status.tensor_parallel_size or 1}" + (
         f" × PP {status.pipeline_parallel_size}" if status.pipeline_parallel_size > 1 else ""
@@ -197,7 +198,7 @@ def status_view(status: admin_pb2.ClusterStatus) -> Group:
         Text(f"{router.name}: {router.address}  pid {router.pid}" if router.alive else f"{router.name}: down")
         for router in status.routers
     ]
-    return Group(heading, table, *_overlap_lines(status), *routers, *errors)
+    return Group(heading, table, *_overlap_lines(status), *pool_lines(status), *routers, *errors)
 
 
 def http_line(address: str, face: Readiness) -> Text:

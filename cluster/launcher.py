@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster import rayhost, serving, teardown, viewer_start
+from cluster import kv_pools, rayhost, serving, teardown, viewer_start
 from cluster import state as states
 from cluster.adminclient import AdminClient
 from cluster.config import ClusterConfig
@@ -29,7 +29,14 @@ from cluster.http_probe import ask_readiness
 from cluster.interrupts import Interrupts
 from cluster.placement import PlacementError
 from cluster.ports import free_port
-from cluster.preflight import check_files, check_fits_here, check_http, check_ports, own_cores
+from cluster.preflight import (
+    check_files,
+    check_fits_here,
+    check_http,
+    check_kv_pool,
+    check_ports,
+    own_cores,
+)
 from cluster.processes import MARKER, ProcessMark, leftovers
 from cluster.state import ClusterState
 from protos import admin_pb2
@@ -149,6 +156,7 @@ def launch(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Launc
         check_http(config)
         check_ports(config)
         check_fits_here(config)
+        check_kv_pool(config)
         prepared = _prepare(config, steps)
         state = _begin(config)
         try:
@@ -220,6 +228,7 @@ def _begin(config: ClusterConfig) -> ClusterState:
         token=secrets.token_hex(32),
         work_dir=rayhost.make_work_dir(cluster_id),
         span_store=config.telemetry.store_path,
+        kv_pool_folder=kv_pools.folder_of(config.engine, cluster_id),
         api_keys_file=config.router.api_keys_file,
         router_ca=config.router.tls_cert,
     )

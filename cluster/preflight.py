@@ -12,6 +12,7 @@ import psutil
 from cluster.config import ClusterConfig
 from cluster.failures import BadInput
 from cluster.placement import PlacementError, fit
+from workers.kvpool.folder import folder_of_cluster
 
 _WITHOUT = {
     "--http-port": ", or go without HTTP: --no-http",
@@ -90,19 +91,53 @@ def check_files(config: ClusterConfig) -> None:
 
 def check_fits_here(config: ClusterConfig) -> None:
     """Early for a private Ray on CPU; with GPUs or another Ray, once Ray says what it has."""
-    on_cpu = config.engine.device == "cpu" or (
-        config.engine.device == "auto" and not Path("/dev/nvidiactl").exists()
-    )
-    if config.ray_address is None and on_cpu:
+    if config.ray_address is None and _on_cpu(config):
         try:
             fit(config, [own_cores()])
         except PlacementError as error:
             raise BadInput(str(error)) from None
 
 
+def check_kv_pool(config: ClusterConfig) -> None:
+    """Raises BadInput for a KV pool that this machine cannot hold; hosts of another Ray say so themselves."""
+    engine = config.engine
+    if not engine.kv_pool_gib or config.ray_address is not None or not _on_cpu(config):
+        return
+    folder = folder_of_cluster(engine, "").parent
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(
+            f"the KV pool cannot be made in {folder}: this user may not write to {there}; name another "
+            "folder with --kv-pool-folder, or go without it: --kv-pool-gib 0"
+        )
+    needed, found = int(engine.kv_pool_gib * 2**30), os.statvfs(there)
+    free, memory = found.f_bavail * found.f_frsize, psutil.virtual_memory().available
+    if found.f_blocks and free < needed:  # a file system without blocks has no limit of its own
+        raise BadInput(
+            f"a KV pool of {_gib(needed)} does not fit in {folder}, where {_gib(free)} of "
+            f"{_gib(found.f_blocks * found.f_frsize)} are free: make --kv-pool-gib smaller, free what fills "
+            f"it, or enlarge it (mount -o remount,size=… {there})"
+        )
+    if engine.kv_pool_folder is None and memory < needed:  # a folder of one's own may be on a disk
+        raise BadInput(
+            f"a KV pool of {_gib(needed)} does not fit in this machine's memory, of which {_gib(memory)} are "
+            "available: make --kv-pool-gib smaller"
+        )
+
+
 def own_cores() -> int:
     """Cores this process may use, which is what a container was given."""
     return len(os.sched_getaffinity(0))
+
+
+def _on_cpu(config: ClusterConfig) -> bool:
+    """As far as that can be told without the engine."""
+    device = config.engine.device
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _refuse_doubled(listening: list[tuple[str, int, str]]) -> None:

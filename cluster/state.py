@@ -51,6 +51,8 @@ class ClusterState(BaseModel):
     token: str = Field(repr=False)
     work_dir: Path
     span_store: Path | None = None
+    kv_pool_folder: Path | None = None
+    """Of the KV pool, on every host of the cluster; None without one."""
     api_keys_file: Path | None = None
     router_ca: Path | None = None
 

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from cluster.overlap import ask_shards, summary, to_message
 from cluster.placement import PlacementError, Topology, allocate
 from cluster.rayerrors import last_line
 from protos import admin_pb2, common_pb2
+from workers.kvpool.pool_config import unsuited
 from workers.overlap.report import OverlapReport
 from workers.placement import ReplicaPlacement, ShardInfo, ShardSlot, choose_collective
 from workers.replica import ReplicaActor, ReplicaInfo, ReplicaSpec
@@ -54,6 +55,9 @@ class ReplicaRecord:
     """How this epoch splits its steps, in one line; empty until all its shards have said so."""
     restarts: int = 0
     last_error: str = ""
+    pool_wanted: bool = False
+    no_pool: str = ""
+    """Why its settings or its place rule a KV pool out, if one is wanted."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Surroundings:
     """(node id, core) pairs held by replicas other than the named one."""
     changed: Callable[[], None]
     """Called after every change of a record."""
+    kv_agent: Callable[[tuple[ShardSlot, ...]], Awaitable[str]] | None = None
+    """Starts the KV pool's agent where these shards are; its host:port, empty when there is none."""
 
 
 class ReplicaSupervisor:
@@ -199,6 +205,7 @@ class ReplicaSupervisor:
             self.record.epoch, self.record.info = info.epoch, info
             self._group = await asyncio.to_thread(_find_group, self.record.name)
             self.record.slots = slots
+            self._look_for_pool()
             await self.refresh_shards()
             self._move(admin_pb2.READY)
             return
@@ -213,10 +220,13 @@ class ReplicaSupervisor:
         taken = around.taken_cores(record.name)
         record.slots = allocate(placed, around.topology.cores_per_shard, taken, cores_of)
         self._move(admin_pb2.PLACED)
+        placement = self._placement(record.epoch, record.slots)
+        if self._look_for_pool() and around.kv_agent is not None:
+            placement = replace(placement, kv_agent=await around.kv_agent(record.slots))
         spec = ReplicaSpec(
             engine=around.config.engine,
             telemetry=around.config.telemetry,
-            placement=self._placement(record.epoch, record.slots),
+            placement=placement,
             host=record.slots[0].node_ip,
             token=around.token,
         )
@@ -305,6 +315,14 @@ class ReplicaSupervisor:
             overlap=self._around.config.engine.overlap,
         )
 
+    def _look_for_pool(self) -> bool:
+        """Whether an engine placed like this can have a KV pool, as far as that is known here."""
+        engine, record = self._around.config.engine, self.record
+        record.pool_wanted = engine.kv_pool_gib > 0
+        placement = self._placement(record.epoch, record.slots)
+        record.no_pool = unsuited(engine, placement.device, placement) if record.pool_wanted else ""
+        return record.pool_wanted and not record.no_pool
+
     async def _discard_epoch(self) -> None:
         actor, self._actor = self._actor, None
         self.record.info = None
@@ -345,6 +363,7 @@ def to_status(record: ReplicaRecord, load: common_pb2.ReplicaLoad | None) -> adm
         restarts=record.restarts,
         last_error=record.last_error,
         overlap=record.overlap if record.state == admin_pb2.READY else "",
+        no_pool=_no_pool(record, load),
     )
     known = {shard.rank: shard for shard in record.shards}
     for slot in record.slots:
@@ -359,6 +378,13 @@ def to_status(record: ReplicaRecord, load: common_pb2.ReplicaLoad | None) -> adm
             alive=shard is not None,
         )
     return status
+
+
+def _no_pool(record: ReplicaRecord, load: common_pb2.ReplicaLoad | None) -> str:
+    """Why it shares no blocks although it was to; empty when it does, or has not said yet."""
+    if record.no_pool or not record.pool_wanted or record.state != admin_pb2.READY or load is None:
+        return record.no_pool
+    return "" if load.pool_slots else "its engine could not have one, and its log says why"
 
 
 def _find_group(replica: str) -> PlacementGroup | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from cluster import serving
+from cluster import kv_pools, serving
 from cluster import state as states
 from cluster.adminclient import AdminClient
 from cluster.processes import describe, kill_all, leftovers
@@ -59,6 +59,7 @@ def tear_down(
         return [describe(process) for process in survivors]
     if state.span_store is not None:
         settle(TelemetryConfig(store_path=state.span_store))
+    kv_pools.remove_here(state, say)
     states.remove(state.name)
     shutil.rmtree(state.work_dir, ignore_errors=True)
     return []
@@ -171,6 +172,7 @@ def _end_in_foreign_ray(state: ClusterState, say: Say, *, actors: bool) -> None:
             serving.stop()
         if actors:
             _end_actors(state.namespace)
+            kv_pools.remove_everywhere(state, say)
     finally:
         ray.shutdown()
 
