@@ -54,6 +54,8 @@ class Script:
     crash_after: int | None = None  # raises an ordinary exception
     cached_tokens: int = 0
     times: common_pb2.EngineTimes | None = None  # on the first message
+    pooled_tokens: int = 0
+    kv_fetch: common_pb2.KvFetch | None = None  # on the first message of a request that came with a source
 
 
 @dataclass
@@ -98,6 +100,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.snapshots = 0  # asked for since the start
         self.block_size = 16
         self.blocks: set[int] = set()  # keys; watchers are told what changed at the next update
+        self.pool: replica_pb2.KvPool | None = None
+        self.host_blocks: set[int] = set()  # keys, likewise, of the pool
         self.edit_update: Callable[[replica_pb2.ReplicaUpdate], None] = lambda update: None
         self._push = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -192,9 +196,12 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         if k == 0 or last:
             message.usage.prompt_tokens = len(request.prompt_token_ids)
             message.usage.cached_tokens = self.script.cached_tokens
+            message.usage.pooled_tokens = self.script.pooled_tokens
             message.usage.completion_tokens = (k + 1) * n
         if k == 0 and self.script.times is not None:
             message.times.CopyFrom(self.script.times)
+        if k == 0 and self.script.kv_fetch is not None and request.HasField("kv_source"):
+            message.kv_fetch.CopyFrom(self.script.kv_fetch)
         return message
 
     def _load(self) -> common_pb2.ReplicaLoad:
@@ -226,6 +233,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         self.watchers += 1
         self.snapshots += 1
         told: set[int] = set()
+        host_told: set[int] = set()
         try:
             for seq in itertools.count(1):
                 update = replica_pb2.ReplicaUpdate(
@@ -234,18 +242,23 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
                     load=self._load(),
                     draining=self.draining,
                     block_size=self.block_size,
-                    blocks_count=len(self.blocks),
+                    blocks_count=len(self.blocks) + len(self.host_blocks),
                 )
                 if seq == 1:
                     update.snapshot.replica = self.name
                     update.snapshot.model.CopyFrom(self.model)
                     update.snapshot.heartbeat_s = self.heartbeat_s
                     update.snapshot.key_scheme = blockkeys.SCHEME
+                    if self.pool is not None:
+                        update.snapshot.pool.CopyFrom(self.pool)
                 if told != self.blocks:
                     update.blocks.add(stored=packed(self.blocks - told), removed=packed(told - self.blocks))
-                for key in self.blocks:
+                if host_told != self.host_blocks:
+                    stored, removed = self.host_blocks - host_told, host_told - self.host_blocks
+                    update.blocks.add(tier=replica_pb2.HOST, stored=packed(stored), removed=packed(removed))
+                for key in (*self.blocks, *self.host_blocks):
                     update.blocks_xor ^= key
-                told = set(self.blocks)
+                told, host_told = set(self.blocks), set(self.host_blocks)
                 self.edit_update(update)
                 await self.speaking.wait()
                 yield update

@@ -42,6 +42,10 @@ class NaiveIndex:
     def match(self, keys: list[int], rows: int) -> list[list[int]]:
         return [[self._depth(keys, row, tier) for row in range(rows)] for tier in range(TIERS)]
 
+    def alone(self, keys: list[int], rows: int, tier: int) -> list[int]:
+        held = [self.of(row, tier) for row in range(rows)]
+        return [next((d for d, key in enumerate(keys) if key not in own), len(keys)) for own in held]
+
     def _depth(self, keys: list[int], row: int, tier: int) -> int:
         held = set().union(*(self.of(row, each) for each in range(tier + 1)))
         return next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
@@ -105,6 +109,9 @@ def test_index_agrees_with_a_set_per_row_and_tier_after_any_steps(
             assert index.match(array(keys)).tolist() == naive.match(keys, index.rows)
     for prompt in prompts:
         assert index.match(array(prompt)).tolist() == naive.match(prompt, index.rows)
+        alone = [naive.alone(prompt, index.rows, tier) for tier in range(TIERS)]
+        assert index.match_alone(array(prompt), range(TIERS)).tolist() == alone
+        assert index.match_alone(array(prompt), (2, 0)).tolist() == [alone[2], alone[0]]
 
 
 def test_hole_in_the_chain_ends_the_prefix_until_it_is_filled() -> None:
