@@ -1,4 +1,4 @@
-"""The channel over gloo sums as gloo itself does, to the last bit: two ranks, which gather, and three."""
+"""The channel over gloo sums as gloo itself does, to the last bit: two ranks, which exchange, and three."""
 
 from __future__ import annotations
 
