@@ -32,6 +32,7 @@ from vllm.tool_parsers import ToolParserManager
 from cluster.openai import call_scope, front_args
 from cluster.openai.engine_client import RouterEngineClient
 from cluster.openai.failures import Api, HttpFailure, IngressError
+from cluster.openai.null_fields import null_means_default
 from cluster.openai.router_health import RouterHealth
 from cluster.openai.settings import IngressSettings
 from protos import admin_pb2, common_pb2
@@ -98,6 +99,7 @@ def _prepare(
     health: RouterHealth,
 ) -> tuple[FastAPI, argparse.Namespace, RouterEngineClient]:
     torch.set_num_threads(1)
+    null_means_default()
     args = front_args.parse(settings.arguments)
     engine_args = _engine_args(folder, files)
     try:

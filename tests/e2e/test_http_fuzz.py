@@ -140,6 +140,23 @@ def test_what_its_own_description_allows_and_forbids_is_never_a_500(
     send()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", VALID)
+def test_null_in_any_field_is_no_500(http: httpx.Client, path: str, stream: bool) -> None:
+    fields = fields_of(http.get("/openapi.json").json(), path) - {"stream"}
+    for name in sorted(fields - VALID[path].keys()):
+        assert_honest(http.post(path, json=VALID[path] | {"stream": stream, name: None}))
+
+
+@pytest.mark.parametrize("name", ["background", "truncation"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_null_where_vllms_own_answer_has_none_means_the_default(
+    http: httpx.Client, name: str, stream: bool
+) -> None:
+    answer = http.post("/v1/responses", json=VALID["/v1/responses"] | {name: None, "stream": stream})
+    assert answer.status_code == 200, answer.text
+
+
 BODIES = {
     "empty": b"",
     "half an object": b'{"model": "smollm2", "prompt": ',
