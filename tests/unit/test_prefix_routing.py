@@ -158,7 +158,7 @@ async def test_index_holds_what_is_held_after_churn_and_nothing_when_all_have_le
         assert all(stack.view(replica.name).views_dropped == 0 for replica in stack.replicas)
         await stack.controller.announce(stack.replicas[0].member())
         await eventually(lambda: len(stack.group.fleet) == 1)
-        # Eventually: where others take the processor, even a fake replica is silent for 10 heartbeats at times.
+        # Eventually: on a busy machine even a fake replica is silent for 10 heartbeats at times.
         await eventually(lambda: (len(index), sum(index.blocks(row) for row in range(3))) == (3, 3))
         await stack.controller.announce()
         await eventually(lambda: len(index) == 0)
