@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.rayerrors import last_line
 from cluster.state import ClusterState
 from workers.kvpool.folder import folder_of_cluster, remove_folder
 
@@ -45,11 +46,11 @@ def remove_everywhere(state: ClusterState, say: Callable[[str], None]) -> None:
         task = remove.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         removing[task.remote(state.kv_pool_folder, state.id)] = node["NodeManagerAddress"]
     done, late = ray.wait(list(removing), num_returns=len(removing), timeout=_SWEEP_TIMEOUT_S)
-    left = [removing[ref] for ref in late]
+    left = [f"{removing[ref]} (no answer)" for ref in late]
     for ref in done:
         try:
             ray.get(ref)
-        except (RayError, OSError):
-            left.append(removing[ref])
+        except (RayError, OSError) as error:
+            left.append(f"{removing[ref]} ({last_line(error)})")
     if left:
         say(f"the KV pool may be left in {state.kv_pool_folder} on {', '.join(sorted(left))}")

@@ -32,7 +32,7 @@ STORED_WITHIN_S = 20.0
 RESTARTED_WITHIN_S = 180.0
 RESTART_PROMPTS, RESTART_TOKENS = 4, 2000
 _VOCAB = (1000, 40_000)
-_ANSWER_S = 120.0
+_ANSWER_S, _LOOK_S = 120.0, 10.0
 
 
 class Replica:
@@ -54,7 +54,8 @@ class Replica:
 
     async def look(self) -> replica_pb2.ReplicaUpdate:
         """What it tells of itself."""
-        call = self._stub.WatchReplica(replica_pb2.WatchReplicaRequest(), metadata=self._credential)
+        asked = replica_pb2.WatchReplicaRequest()
+        call = self._stub.WatchReplica(asked, metadata=self._credential, timeout=_LOOK_S)
         async for update in call:
             call.cancel()
             return update

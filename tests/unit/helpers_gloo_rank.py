@@ -41,7 +41,7 @@ def main(store: str, rank: int, ranks: int) -> None:
             dist.all_reduce(tensor)
         pairs = zip(ours, gloos, strict=True)
         same[str(dtype)] = all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in pairs)
-    print(json.dumps({"same": same, "waited": clock.waited_s >= 0, "busy": clock.busy_s > 0}))
+    print(json.dumps({"same": same, "busy": clock.busy_s > 0}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from workers.kvpool.arena import Arena, Timing
 from workers.kvpool.errors import ArenaBusy, ArenaError, ArenaMissingError, NotAttachedError
+from workers.kvpool.file import Identity, identity_of
 from workers.kvpool.owners import OwnerKind
 from workers.kvpool.pool_keys import Copies, Transitions
 
@@ -21,9 +22,6 @@ TIMING: Final = Timing(lookup_s=0.02, other_s=0.05)
 OWNER_CHECK_S: Final = 5.0
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-
-Identity = tuple[int, int]
-"""Device and inode: another file at the same path has another one."""
 
 
 class ArenaTail:
@@ -67,7 +65,7 @@ class ArenaTail:
         Raises ArenaBusy (nothing was read), ArenaMissingError (the file is gone, or another one),
         NotAttachedError (the engine has lost it), and other ArenaErrors.
         """
-        if _identity(self.arena.path) != self._identity:
+        if identity_of(self.arena.path) != self._identity:
             raise ArenaMissingError(f"the arena at {self.arena.path} was removed: restart its replicas")
         if (now := self._clock()) >= self._check_owner_at:
             if not owns(self.arena, self._core_pid):
@@ -125,25 +123,17 @@ def owns(arena: Arena, core_pid: int) -> bool:
 
 def _open(path: Path, core_pid: int) -> ArenaTail | None:
     """None when the engine is no owner of it."""
-    before = _identity(path)
+    before = identity_of(path)
     arena = Arena.open(path, timing=TIMING)
     try:
         ours = owns(arena, core_pid)
     except BaseException:
         arena.close()
         raise
-    if ours and before is not None and before == _identity(path):
+    if ours and before is not None and before == identity_of(path):
         return ArenaTail(arena, core_pid, before)
     arena.close()
     return None
-
-
-def _identity(path: Path) -> Identity | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _kernel() -> str:

@@ -27,6 +27,18 @@ CREATE_BYTE: Final = 1 + OWNERS
 
 _CHUNK_BYTES: Final = 256 << 20  # allocated at a time, so that a signal's retry does not begin anew
 
+Identity = tuple[int, int]
+"""Device and inode: another file at the same path has another one."""
+
+
+def identity_of(path: Path) -> Identity | None:
+    """None when nothing is there."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
 
 def owner_byte(owner: int) -> int:
     """The byte that the owner of an entry has locked for as long as it lives."""

@@ -20,13 +20,11 @@ from workers.kvpool.errors import (
     NotAttachedError,
     SlotLostError,
 )
+from workers.kvpool.file import Identity
 from workers.kvpool.index import Lease, Seal, Slot
 from workers.kvpool.layout import Geometry, State
 from workers.kvpool.usage import Counters, Usage
 from workers.kvpool.wire import Block, Part
-
-Identity = tuple[int, int]
-"""Device and inode: another file at the same path has another one."""
 
 
 class Written(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Final
 
 from workers.kvpool.arena import Arena, Timing
 from workers.kvpool.errors import ArenaBusy, ArenaError, ArenaMissingError
-from workers.kvpool.host_arena import HostArena, Identity
+from workers.kvpool.file import Identity, identity_of
+from workers.kvpool.host_arena import HostArena
 from workers.kvpool.owners import OwnerKind
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class HostArenas:
             raise ValueError(f"a namespace is 32 hex digits, not {namespace[:40]!r}")
         path = self.folder / f"{namespace}.arena"
         with self._lock:
-            identity = _identity(path)
+            identity = identity_of(path)
             arena = self._open.get(namespace)
             if arena is not None and not arena.lost and arena.identity == identity:
                 return arena
@@ -87,11 +88,3 @@ class HostArenas:
             arena.close()
             raise
         return HostArena(arena, identity)
-
-
-def _identity(path: Path) -> Identity | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino

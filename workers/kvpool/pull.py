@@ -26,6 +26,8 @@ _ROUNDS: Final = 2
 _SETTLE_SHARE: Final = 0.1
 _SETTLE_S: Final = 0.5
 """Of a pull's time, this share and no more than that is kept for storing what came last."""
+_CLOSE_S: Final = 5.0
+"""For cancelled transfers to end: what they do on threads has the arena's deadlines."""
 _ANSWER_SHARE: Final = 0.02
 _ANSWER_S: Final = 0.05
 """The same for telling what came."""
@@ -164,7 +166,7 @@ class Puller:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
 
     async def _bring(self, arena: HostArena, ask: _Ask, came: dict[int, bytes]) -> str:
         """Fills `came`; returns why something is missing. Raises ArenaError."""
