@@ -180,7 +180,9 @@ class FakeRay:
             raise RayError("no such node any more")
 
 
-@pytest.mark.parametrize(("failing", "told"), [(set(), []), ({"3"}, [" on 10.0.0.3 (no such node any more)"])])
+@pytest.mark.parametrize(
+    ("failing", "told"), [(set(), []), ({"3"}, [" on 10.0.0.3 (no such node any more)"])]
+)
 def test_a_dead_clusters_pool_is_removed_from_all_hosts_of_a_foreign_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: set[str], told: list[str]
 ) -> None:
