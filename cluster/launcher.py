@@ -248,7 +248,9 @@ def _bring_up(
         state = _noted(state, ray_head=head.mark)
         rayhost.enter(state.work_dir, "")
     with steps.step("checking the engine's arguments", "engine arguments are valid"):
-        _check_engine(config, prepared)
+        said = _check_engine(config, prepared)
+    if said:
+        steps.say(f"  {said}")
     with steps.step("starting a private Ray" if head else f"joining Ray at {config.ray_address}") as note:
         if head is not None:
             state = _noted(state, ray_address=head.wait_ready(config.ray_timeout_s))
@@ -338,11 +340,12 @@ def _noted(state: ClusterState, **changes: Any) -> ClusterState:
     return state
 
 
-def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> None:
+def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> str:
+    """Returns what the user should know of it."""
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "ERROR"
     )  # here only: the head has its own environment already
-    from workers.engine_args import EngineArgsError, check  # noqa: PLC0415 - imports the engine
+    from workers.engine_args import EngineArgsError, check, dtype_note  # noqa: PLC0415 - imports the engine
 
     try:
         check(config.engine, prepared)
@@ -356,6 +359,7 @@ def _check_engine(config: ClusterConfig, prepared: PreparedModel) -> None:
             parse(config.http.arguments)
         except IngressError as error:
             raise BadInput(f"http.arguments: {error}") from None
+    return dtype_note(config.engine, prepared)
 
 
 def _connect(config: ClusterConfig, state: ClusterState) -> str:

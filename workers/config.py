@@ -30,7 +30,10 @@ class EngineConfig(BaseModel):
     kv_cache_gib: float = Field(
         1.0, gt=0, description="KV cache of one shard in GiB (CPU; on CUDA vLLM sizes it)"
     )
-    dtype: str = Field("auto", description="weights and activations")
+    dtype: str = Field(
+        "auto",
+        description="weights and activations; auto is the checkpoint's, and float32 on x86 without AVX-512",
+    )
     max_num_seqs: int = Field(32, ge=1, description="sequences batched in one engine step")
     max_num_batched_tokens: int | None = Field(
         None,

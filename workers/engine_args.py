@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rapidfuzz import process
 
 from workers.config import EngineConfig
+from workers.cpu_dtype import resolve_dtype
 from workers.kv_events import REPLAY_BATCHES
 from workers.kvpool.pool_config import CONNECTOR, CONNECTOR_MODULE, no_pool, pool_config
 from workers.placement import CONFIG_KEY, ReplicaPlacement
@@ -68,6 +69,17 @@ def no_events(config: EngineConfig) -> str:
     return ""
 
 
+def dtype_note(config: EngineConfig, prepared: PreparedModel) -> str:
+    """What the user should know of the data type that `auto` is on this host; empty when nothing."""
+    device = resolve_device(config.device)
+    if resolve_dtype(config.dtype, device, prepared.path, config.engine_args) == config.dtype:
+        return ""
+    return (
+        "computing in float32: this CPU has no AVX-512, without which bfloat16 is several times slower; "
+        "--dtype bfloat16 takes half the memory"
+    )
+
+
 def build(
     config: EngineConfig,
     prepared: PreparedModel,
@@ -99,7 +111,7 @@ def build(
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "max_model_len": config.max_model_len,
-        "dtype": config.dtype,
+        "dtype": resolve_dtype(config.dtype, device, prepared.path, config.engine_args),
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "distributed_executor_backend": RayShardExecutor,
