@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"  # the same core as the cluster's only shard
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
@@ -20,10 +21,12 @@ async def main(model: str) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from tests.bench.workload import Round, run
+    from workers.cpu_dtype import resolve_dtype
 
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
+            dtype=resolve_dtype("auto", "cpu", Path(model), {}),
             enforce_eager=True,
             max_model_len=4096,
             max_num_seqs=32,

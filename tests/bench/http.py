@@ -50,6 +50,7 @@ from tests.bench.report import report
 from tests.bench.workload import Result, Round, run
 from tests.e2e.bare_server import bare_server
 from workers.checkpoint import prepare
+from workers.cpu_dtype import resolve_dtype
 
 SETTLE_S = 1.5
 """vLLM's processes spin for a second after their last step; that must not fall into the other's turn."""
@@ -130,10 +131,11 @@ def compare(rounds: int, pairs: int) -> Found:
     prefill_ms: dict[int, Values] = {prompt: {side: [] for side in SIDES} for prompt in PROMPTS}
     flags = ["--replicas", "1", "--cores-per-shard", "1", "--max-model-len", "4096", "--kv-cache-gib", "1"]
     model = prepare("smollm2").path
+    same = resolve_dtype("auto", "cpu", model, {})
     with (
         tempfile.TemporaryDirectory() as folder,
         running("bench-http", "--http-port", "0", *flags) as state,
-        bare_server(model, Path(folder, "bare.log")) as bare,
+        bare_server(model, Path(folder, "bare.log"), f"--dtype={same}") as bare,
     ):
         urls = {"kvorum": state.http_url, "bare": bare}
         engines = {"kvorum": Engine(state.http_url, state), "bare": Engine(bare)}
