@@ -275,7 +275,7 @@ class ControllerActor:
             cluster_id=os.environ.get(MARKER, ""),
             folder=str(pool_folder(spec.config.engine)),
             front_cores=spec.front_cores,
-            log_format=spec.config.telemetry.log_format,
+            telemetry=spec.config.telemetry,
             token=spec.token,
         )
 

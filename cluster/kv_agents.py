@@ -139,9 +139,9 @@ class KvAgents:
             return
         agent.host = info.host
         if known is not None and known.address != info.address:
-            log.error(
-                "the KV pool agent of node %s moved from %s to %s: replicas there keep the old address until "
-                "they are restarted",
+            log.warning(
+                "the KV pool agent of node %s moved from %s to %s: replicas there learn it from its file, "
+                "routers from them",
                 agent.host,
                 known.address,
                 info.address,

@@ -106,6 +106,12 @@ class FetchSpeeds:
         """A pull brought nothing: the pair is avoided for a while, longer each time in a row."""
         self._pair(source, target).fail(now)
 
+    def forgive(self, arena: str) -> None:
+        """Pairs with this arena are avoided no more: what failed there is not what will be asked next."""
+        for names, pair in self._pairs.items():
+            if arena in names:
+                pair.forgive()
+
     def _pair(self, source: str, target: str) -> _Pair:
         names = (source, target)
         found = self._pairs.get(names)
@@ -166,6 +172,9 @@ class _Pair:
         pause_s = min(_LEAST_BACKOFF_S * 2.0 ** min(self._failures, _MOST_DOUBLINGS), _MOST_BACKOFF_S)
         self._failures += 1
         self._avoided_until = now + pause_s
+
+    def forgive(self) -> None:
+        self._failures, self._avoided_until = 0, -math.inf
 
     def _doubt(self, now: float) -> float:
         """0 .. 1: how little it is worth for want of pulls."""

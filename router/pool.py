@@ -131,11 +131,15 @@ class Pools:
 
     def share(self, row: int, share: Share | None) -> None:
         """What this row has said of its arena; None: it has none, or is gone."""
-        if self._shares.get(row) == share:
+        before = self._shares.get(row)
+        if before == share:
             return
         self._withdraw(row)
         if share is not None:
             self._enter(row, share)
+            if before is not None and before.key == share.key and before.agent != share.agent:
+                self.speeds.forgive(share.key)  # it was avoided at an address that is no more
+                self._shunned[self._numbers[share.key]] = -math.inf
         self.shared = bool(self._shares)
         self._offering[:] = False
         senders = 0

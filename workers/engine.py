@@ -27,6 +27,7 @@ from workers import engine_args
 from workers.config import EngineConfig
 from workers.journal import Journal
 from workers.kv_events import KvEvents
+from workers.kvpool.agent_port import AgentAddress
 from workers.kvpool.follower import PoolFollower
 from workers.kvpool.pool_config import CONNECTOR, no_pool, pool_folder
 from workers.load import LoadRecorder
@@ -130,10 +131,11 @@ class Engine:
         if (transfer := config.kv_transfer_config) is not None:
             self.resident.max_blocks += _OFF_DEVICE_BLOCKS
             if transfer.kv_connector == CONNECTOR:
+                folder = pool_folder(self._config)
                 self._follower = PoolFollower(
-                    pool_folder(self._config),
+                    folder,
                     self._core_pid(),
-                    placement.kv_agent,
+                    AgentAddress.of(placement, folder),
                     self.resident.pool,
                     self._pool_changed,
                 )

@@ -44,7 +44,7 @@ class ReplicaPlacement:
     """Cores no shard is pinned to, for the processes around the engine; empty: wherever the OS likes."""
     overlap: OverlapMode = "auto"
     kv_agent: str = ""
-    """host:port of the agent that exchanges KV blocks with other hosts; empty: this host has none."""
+    """host:port of the agent that exchanges KV blocks with other hosts, at the start; empty: none."""
 
     def to_config(self) -> dict[str, Any]:
         """As JSON-able values, for `additional_config`."""

@@ -124,10 +124,8 @@ class ReplicaActor:
             ReplicaTracing(self._telemetry, spec.placement, model.name),
             ReplicaMetrics(self._telemetry.meters, model.name, lambda: load.last_step, lambda: load.pool),
         )
-        if spec.placement.kv_agent:
-            self._prefetcher = Prefetcher(
-                spec.placement.kv_agent, spec.token, spec.engine.kv_pool_pull_timeout_s
-            )
+        if spec.engine.kv_pool_gib:
+            self._prefetcher = Prefetcher(spec.token, spec.engine.kv_pool_pull_timeout_s)
         self._servicer = ReplicaServicer(
             self._engine, snapshot, spec.placement.epoch, observer, self._prefetcher
         )

@@ -139,10 +139,12 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         """
         pool, resident, wanted = self._engine.kv_pool, self._engine.resident, keys[: source.blocks]
         lacking = [key for key in wanted[resident.local_prefix(wanted) :] if key not in resident.pool]
-        if self._prefetcher is None or pool is None or not lacking:
+        if self._prefetcher is None or pool is None or not pool.agent or not lacking:
             return
         sent.fetch_at = time.monotonic()
-        sent.fetch = await self._prefetcher.fetch(pool.namespace, source.agent, lacking, time_left_s)
+        sent.fetch = await self._prefetcher.fetch(
+            pool.agent, pool.namespace, source.agent, lacking, time_left_s
+        )
 
     async def WatchReplica(  # noqa: N802
         self, request: replica_pb2.WatchReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from protos import replica_pb2, replica_pb2_grpc
+from protos.channels import bearer
 from tests.e2e.conftest import ClusterSlot, RunningCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
@@ -62,6 +68,64 @@ def test_a_killed_agent_comes_back_at_its_address(pooled: RunningCluster) -> Non
         "agent after the killed one",
     )
     assert _pools(after)[0]["agent"] == before["agent"]
+    assert [replica["restarts"] for replica in after["replicas"]] == [0, 0]
+
+
+def test_the_agents_figures_are_among_the_clusters_metrics(pooled: RunningCluster) -> None:
+    wanted = {"kvorum_kv_agent_streams", "kvorum_kv_agent_arena_slots", "kvorum_kv_agent_arena_corrupt_total"}
+    for _ in range(60):  # sent every 5 s
+        with urllib.request.urlopen(pooled.state.viewer_url + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found = {line.split("{")[0] for line in lines if 'service="kvorum.kv-agent"' in line}
+        if wanted <= found:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"of the agent's metrics there are {sorted(found)}")
+
+
+def _told_of_agent(cluster: RunningCluster, replica: str) -> str:
+    """Where routers are told that the agent of this replica's host is."""
+    with grpc.insecure_channel(replica) as channel:
+        stub: Any = replica_pb2_grpc.ReplicaStub(channel)
+        updates = stub.WatchReplica(
+            replica_pb2.WatchReplicaRequest(), metadata=bearer(cluster.state.token), timeout=20
+        )
+        address: str = next(iter(updates)).snapshot.pool.agent
+        updates.cancel()
+        return address
+
+
+def test_an_agent_whose_port_was_taken_is_found_at_another_by_replicas_that_run(
+    pooled: RunningCluster,
+) -> None:
+    shown = pooled.status()
+    (before,) = _pools(shown)
+    host, _, port = before["agent"].rpartition(":")
+    replicas = [replica["address"] for replica in shown["replicas"]]
+    assert {_told_of_agent(pooled, replica) for replica in replicas} == {before["agent"]}
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(before["pid"], signal.SIGKILL)
+        for _ in range(100):
+            try:
+                squatter.bind((host, int(port)))
+                break
+            except OSError:  # it is not quite dead
+                time.sleep(0.02)
+        squatter.listen()
+        after = pooled.wait(
+            lambda shown: _answers(shown) and _pools(shown)[0]["pid"] != before["pid"],
+            "agent after the killed one",
+        )
+    moved = _pools(after)[0]["agent"]
+    assert moved != before["agent"]
+    told: set[str] = set()
+    for _ in range(40):
+        told = {_told_of_agent(pooled, replica) for replica in replicas}
+        if told == {moved}:
+            break
+        time.sleep(0.25)
+    assert told == {moved}
     assert [replica["restarts"] for replica in after["replicas"]] == [0, 0]
 
 

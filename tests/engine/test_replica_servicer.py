@@ -67,15 +67,20 @@ class FakePrefetcher:
     """Brings blocks once it is let."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str, list[int], bool]] = []
+        self.asked: list[tuple[str, str, str, list[int], bool]] = []
         self.gate = asyncio.Event()
         self.brings = common_pb2.KvFetch(agent="far:9", blocks=2, bytes=200, seconds=0.5)
         self.ended = asyncio.Event()
 
     async def fetch(
-        self, namespace: str, source: str, router_keys: Sequence[int], time_left_s: float | None
+        self,
+        agent: str,
+        namespace: str,
+        source: str,
+        router_keys: Sequence[int],
+        time_left_s: float | None,
     ) -> common_pb2.KvFetch:
-        self.asked.append((namespace, source, list(router_keys), time_left_s is not None))
+        self.asked.append((agent, namespace, source, list(router_keys), time_left_s is not None))
         try:
             await self.gate.wait()
         finally:
@@ -235,7 +240,7 @@ def keys_of(served: Served) -> list[int]:
 async def test_blocks_that_are_lacking_are_fetched_before_the_engine_has_the_request(pooled: Served) -> None:
     call, keys = pooled.send(PROMPT, blocks=5), keys_of(pooled)
     await pooled.until_load(1, 21 - 8)  # it counts while it waits
-    assert pooled.prefetcher.asked == [("ns", "far:9", [keys[2], keys[4]], True)]
+    assert pooled.prefetcher.asked == [("near:9", "ns", "far:9", [keys[2], keys[4]], True)]
     pooled.engine.loads_tokens = 12
     pooled.prefetcher.gate.set()
     first, last = [message async for message in call]
@@ -247,14 +252,18 @@ async def test_blocks_that_are_lacking_are_fetched_before_the_engine_has_the_req
 async def test_only_what_the_source_has_is_asked_for(pooled: Served) -> None:
     pooled.prefetcher.gate.set()
     _ = [message async for message in pooled.send(PROMPT, blocks=3)]
-    assert pooled.prefetcher.asked == [("ns", "far:9", [keys_of(pooled)[2]], True)]
+    assert pooled.prefetcher.asked == [("near:9", "ns", "far:9", [keys_of(pooled)[2]], True)]
 
 
-@pytest.mark.parametrize("why", ["no hint", "nothing is lacking", "the pool is gone", "the view is degraded"])
+@pytest.mark.parametrize(
+    "why", ["no hint", "nothing is lacking", "the pool is gone", "no agent", "the view is degraded"]
+)
 async def test_nothing_is_fetched_without_need(pooled: Served, why: str) -> None:
     blocks = 0 if why == "no hint" else 2 if why == "nothing is lacking" else 5
     if why == "the pool is gone":
         pooled.engine.kv_pool = None
+    elif why == "no agent":
+        pooled.engine.kv_pool = replica_pb2.KvPool(arena="a", namespace="ns")
     elif why == "the view is degraded":
         pooled.engine.resident.lost_events("some")
     messages = [message async for message in pooled.send(PROMPT, blocks=blocks)]

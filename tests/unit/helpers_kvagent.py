@@ -21,6 +21,7 @@ from protos import kvpool_pb2, kvpool_pb2_grpc
 from protos.channels import bearer, bind, create_server, open_channel
 from workers.kvpool.admission import Policy
 from workers.kvpool.agent import AgentSettings, KvAgent
+from workers.kvpool.agent_observer import AgentObserver
 from workers.kvpool.arena import Arena
 from workers.kvpool.checksum import checksum
 from workers.kvpool.header import file_name
@@ -82,12 +83,14 @@ async def a_host(
     slots: int = 64,
     blocks: Iterable[int] = (),
     policy: Policy = Policy.LRU,
+    observer: AgentObserver | None = None,
     **settings: Any,
 ) -> AsyncIterator[Host]:
     """With an arena that holds these blocks, and an agent."""
     with arena_in(folder, slots, blocks, policy) as arena:
         # No time passes for those who are avoided.
-        agent = KvAgent(AgentSettings(folder, "127.0.0.1", **settings), TOKEN, clock=lambda: 100.0)
+        wanted = AgentSettings(folder, "127.0.0.1", **settings)
+        agent = KvAgent(wanted, TOKEN, clock=lambda: 100.0, observer=observer)
         address = await agent.start()
         try:
             yield Host(arena, agent, address)

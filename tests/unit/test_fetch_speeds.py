@@ -187,3 +187,18 @@ def test_whatever_comes_speeds_stay_finite_and_not_negative(
             assert math.isfinite(ms(speed, size))
             assert min(speed.latency_ms, speed.ms_per_byte) >= 0
             assert speed.avoided_until <= now + 60
+
+
+def test_pairs_of_an_arena_that_is_forgiven_are_avoided_no_more_and_as_quick_as_they_were() -> None:
+    speeds = FetchSpeeds()
+    end = taught(speeds, 5.0, 10.0, 12)
+    before = speeds.of("a", "b", end)
+    for pair in (("a", "b"), ("b", "c"), ("c", "d")):
+        for _ in range(3):
+            speeds.failed(*pair, end)
+    speeds.forgive("b")
+    assert speeds.of("a", "b", end) == before
+    assert speeds.of("b", "c", end).avoided_until == -math.inf
+    assert speeds.of("c", "d", end).avoided_until == end + 4.0
+    speeds.failed("a", "b", end)
+    assert speeds.of("a", "b", end).avoided_until == end + 1.0  # from the beginning again

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from helpers_kvagent import eventually
+from helpers_supervisor import surroundings
 from ray.exceptions import RayError
 
 from cluster import supervisor as supervisors
-from cluster.config import ClusterConfig
 from cluster.kv_agents import KvAgents
-from cluster.placement import Topology
-from cluster.supervisor import ReplicaRecord, ReplicaSupervisor, Surroundings, to_status
+from cluster.supervisor import ReplicaRecord, ReplicaSupervisor, to_status
 from protos import admin_pb2, common_pb2, kvpool_pb2
+from telemetry.config import TelemetryConfig
 from workers.kvpool.agent_actor import AgentInfo, AgentSpec
 from workers.placement import ReplicaPlacement, ShardSlot
 
@@ -75,7 +75,9 @@ class FakeActors:
 
 
 def spec(node_id: str, host: str) -> AgentSpec:
-    return AgentSpec(node_id, host, "blue", "/dev/shm/kvorum-blue", (), "text", "token")
+    return AgentSpec(
+        node_id, host, "blue", "/dev/shm/kvorum-blue", (), TelemetryConfig(enabled=False), "token"
+    )
 
 
 @pytest.fixture
@@ -164,20 +166,8 @@ async def test_all_are_stopped_and_killed_even_those_that_do_not_answer(
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], *nodes: str) -> ReplicaSupervisor:
-    config = ClusterConfig.model_validate({"engine": engine})
-    around = Surroundings(
-        config=config,
-        topology=Topology(1, 1, 1, {"CPU": 1.0}),
-        device="cpu",
-        namespace="ns",
-        ray_address="127.0.0.1:1",
-        token="t",
-        front_cores=(),
-        taken_cores=lambda _name: [],
-        changed=lambda: None,
-    )
     monkeypatch.setattr(supervisors.ray, "get_actor", lambda *_: None)
-    made = ReplicaSupervisor("replica-0", around)
+    made = ReplicaSupervisor("replica-0", surroundings(engine))
     made.record.slots = placed(*nodes)
     return made
 

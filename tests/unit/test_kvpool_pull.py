@@ -22,11 +22,12 @@ from helpers_kvagent import (
 from helpers_kvpool import PART, RANKS, assert_ready_blocks_are_true, key, store
 
 from workers.kvpool.admission import Policy
+from workers.kvpool.agent_observer import Pulled
 from workers.kvpool.arena import Arena
 from workers.kvpool.byte_budget import ByteBudget
 from workers.kvpool.host_arenas import HostArenas
 from workers.kvpool.peers import Peers
-from workers.kvpool.pull import Pulled, Puller, PullLimits
+from workers.kvpool.pull import Puller, PullLimits
 from workers.kvpool.transport import FalseBlocksError, PeerError
 from workers.kvpool.work_threads import WorkThreads
 

@@ -10,16 +10,15 @@ import grpc
 import pytest
 import pytest_asyncio
 from fakes_shard import FORCED, PLAN, FakeShard, a_report, hanging, raising
+from helpers_supervisor import surroundings
 from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import supervisor as supervisors
 from cluster.admin import AdminServicer, serve_admin
 from cluster.adminclient import AdminClient
-from cluster.config import ClusterConfig
 from cluster.overlap import ask_shards, disagreement, summary, to_message
-from cluster.placement import Topology
 from cluster.ports import free_port
-from cluster.supervisor import ReplicaSupervisor, Surroundings, to_status
+from cluster.supervisor import ReplicaSupervisor, to_status
 from protos import admin_pb2
 from protos.errors import KvorumError
 from workers.overlap.plan import Plan, PlanRow
@@ -132,18 +131,7 @@ class FakeCluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shards = {f"replica-0-e1-shard-{k}": FakeShard(k, lambda k=k: a_report(k)) for k in (0, 1)}
         monkeypatch.setattr(supervisors.ray, "get_actor", self._find)
-        config = ClusterConfig.model_validate({"engine": {"tensor_parallel_size": 2, "overlap": "4"}})
-        around = Surroundings(
-            config=config,
-            topology=Topology(1, 2, 1, {"CPU": 1.0}),
-            device="cpu",
-            namespace="ns",
-            ray_address="127.0.0.1:1",
-            token="t",
-            front_cores=(),
-            taken_cores=lambda _name: [],
-            changed=lambda: None,
-        )
+        around = surroundings({"tensor_parallel_size": 2, "overlap": "4"}, shards=2)
         self.supervisor = ReplicaSupervisor("replica-0", around)
         record = self.record = self.supervisor.record
         record.epoch, record.state = "e1", admin_pb2.READY

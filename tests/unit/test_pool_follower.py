@@ -14,6 +14,7 @@ from helpers_kvpool import PATIENT, RANKS, another, keys, make, store
 
 from workers.journal import Journal
 from workers.kvpool import arena_tail, follower
+from workers.kvpool.agent_port import AgentAddress, AgentPort
 from workers.kvpool.arena import Arena, Timing
 from workers.kvpool.file import MUTEX_BYTE
 from workers.kvpool.follower import PoolFollower
@@ -28,16 +29,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_tail, "TIMING", PATIENT)
     monkeypatch.setattr(follower, "POLL_S", 0.005)
     monkeypatch.setattr(follower, "SEARCH_S", 0.01)
+    monkeypatch.setattr(follower, "AGENT_S", 0.01)
 
 
 class Replica:
     """A follower, and what its hearers know."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, agent: AgentAddress | None = None) -> None:
         self.journal = Journal()
         self.keys = PoolKeys(self.journal, TIER)
         self.changes = 0
-        self.follower = PoolFollower(folder, SELF, "host:1", self.keys, self._changed)
+        agent = agent or AgentAddress("host:1")
+        self.follower = PoolFollower(folder, SELF, agent, self.keys, self._changed)
 
     def _changed(self) -> None:
         self.changes += 1
@@ -59,8 +62,8 @@ class Replica:
 
 
 @asynccontextmanager
-async def following(folder: Path) -> AsyncIterator[Replica]:
-    replica = Replica(folder)
+async def following(folder: Path, agent: AgentAddress | None = None) -> AsyncIterator[Replica]:
+    replica = Replica(folder, agent)
     await replica.follower.find()
     running = asyncio.create_task(replica.follower.run())
     yield replica
@@ -169,3 +172,42 @@ async def test_a_fault_of_the_follower_itself_leaves_no_block_published(
     monkeypatch.setattr(arena_tail.ArenaTail, "read", broken)
     await asyncio.wait_for(running, 10)
     assert (replica.published(), replica.follower.pool) == (set(), None)
+
+
+async def test_an_agent_at_another_port_makes_it_another_pool_with_the_same_blocks(tmp_path: Path) -> None:
+    engine = make(tmp_path / "aa.arena", 5)
+    store(engine, keys([1, 2]))
+    file = tmp_path / "agent.port"
+    async with following(tmp_path, AgentAddress("host:1", "host", file)) as replica:
+        await replica.until(lambda: replica.published() == ready(engine))
+        before, changes = replica.follower.pool, replica.changes
+        assert before is not None
+        AgentPort(file).remember(2)
+        await replica.until(lambda: replica.follower.pool is not before)
+        now = replica.follower.pool
+        assert now is not None
+        assert (now.arena, now.namespace, now.block_bytes) == (
+            before.arena,
+            before.namespace,
+            before.block_bytes,
+        )
+        assert (before.agent, now.agent) == ("host:1", "host:2")  # what watchers were told is left as it was
+        assert replica.published() == ready(engine)
+        assert replica.changes == changes + 1
+        await asyncio.sleep(0.1)
+        assert replica.follower.pool is now
+
+
+async def test_an_agent_that_moved_while_the_arena_was_lost_is_known_when_it_is_back(tmp_path: Path) -> None:
+    engine = make(tmp_path / "aa.arena", 5)
+    file = tmp_path / "agent.port"
+    async with following(tmp_path, AgentAddress("host:1", "host", file)) as replica:
+        await replica.until(lambda: replica.follower.pool is not None)
+        engine.path.unlink()
+        await replica.until(lambda: replica.follower.pool is None)
+        AgentPort(file).remember(2)
+        successor = make(engine.path, 5)
+        await replica.until(lambda: replica.follower.pool is not None)
+        assert replica.follower.pool is not None
+        assert replica.follower.pool.agent == "host:2"
+        successor.close()

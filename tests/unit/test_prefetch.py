@@ -66,10 +66,11 @@ class Here:
     def __init__(self, agent: FakeAgent, address: str, server: grpc.aio.Server) -> None:
         self.agent, self.address, self.server = agent, address, server
         self.clock = Clock()
-        self.prefetcher = Prefetcher(address, TOKEN, 5.0, self.clock)
+        self.prefetcher = Prefetcher(TOKEN, 5.0, self.clock)
 
     async def fetch(self, time_left_s: float | None = None) -> KvFetch:
-        return await asyncio.wait_for(self.prefetcher.fetch(NAMESPACE, SOURCE, KEYS, time_left_s), 20)
+        asking = self.prefetcher.fetch(self.address, NAMESPACE, SOURCE, KEYS, time_left_s)
+        return await asyncio.wait_for(asking, 20)
 
     async def until_asked(self, times: int) -> None:
         for _ in range(2000):
@@ -157,23 +158,23 @@ async def test_an_agent_that_is_gone_is_asked_less_and_less_often_until_it_is_ba
     async with serving(FakeAgent()) as (address, _):
         pass
     clock = Clock()
-    prefetcher = Prefetcher(address, TOKEN, 5.0, clock)
+    prefetcher = Prefetcher(TOKEN, 5.0, clock)
     for pause in (1, 2, 4, 8, 16, 32, 60, 60):
-        assert "UNAVAILABLE" in (await prefetcher.fetch(NAMESPACE, SOURCE, KEYS)).failed
+        assert "UNAVAILABLE" in (await prefetcher.fetch(address, NAMESPACE, SOURCE, KEYS)).failed
         clock.now += pause - 0.01
-        assert "a moment ago" in (await prefetcher.fetch(NAMESPACE, SOURCE, KEYS)).failed
+        assert "a moment ago" in (await prefetcher.fetch(address, NAMESPACE, SOURCE, KEYS)).failed
         clock.now += 0.02
     agent = FakeAgent()
     async with serving(agent, port=int(address.rpartition(":")[2])):
         for _ in range(200):  # gRPC takes its own time to connect again
-            if not (told := await prefetcher.fetch(NAMESPACE, SOURCE, KEYS)).failed:
+            if not (told := await prefetcher.fetch(address, NAMESPACE, SOURCE, KEYS)).failed:
                 break
             clock.now += 61
             await asyncio.sleep(0.05)
         assert told.blocks == 3
-    assert "UNAVAILABLE" in (await prefetcher.fetch(NAMESPACE, SOURCE, KEYS)).failed
+    assert "UNAVAILABLE" in (await prefetcher.fetch(address, NAMESPACE, SOURCE, KEYS)).failed
     clock.now += 1.01  # from the beginning again
-    assert "UNAVAILABLE" in (await prefetcher.fetch(NAMESPACE, SOURCE, KEYS)).failed
+    assert "UNAVAILABLE" in (await prefetcher.fetch(address, NAMESPACE, SOURCE, KEYS)).failed
     await prefetcher.close()
 
 
@@ -220,7 +221,42 @@ async def test_a_request_that_is_cancelled_ends_its_pull(here: Here) -> None:
 
 
 async def test_a_wrong_token_is_a_failure_like_any_other(here: Here) -> None:
-    stranger = Prefetcher(here.address, "wrong", 5.0)
-    told = await stranger.fetch(NAMESPACE, SOURCE, KEYS)
+    stranger = Prefetcher("wrong", 5.0)
+    told = await stranger.fetch(here.address, NAMESPACE, SOURCE, KEYS)
     assert "UNAUTHENTICATED" in told.failed
     await stranger.close()
+
+
+async def test_an_agent_at_another_address_is_asked_at_once_though_the_one_before_it_failed(
+    here: Here,
+) -> None:
+    async with serving(FakeAgent()) as (gone, _):
+        pass
+    prefetcher = Prefetcher(TOKEN, 5.0, Clock())
+    for failed in ("UNAVAILABLE", "a moment ago"):
+        assert failed in (await prefetcher.fetch(gone, NAMESPACE, SOURCE, KEYS)).failed
+    assert (await prefetcher.fetch(here.address, NAMESPACE, SOURCE, KEYS)).blocks == 3
+    assert len(here.agent.asked) == 1
+    await prefetcher.close()
+
+
+async def test_what_an_agent_brings_when_another_is_asked_already_is_had(here: Here) -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: kvpool_pb2.PullRequest) -> kvpool_pb2.PullResponse:
+        await gate.wait()
+        return await here.agent._all(request)
+
+    here.agent.answer = slow
+    waiting = asyncio.create_task(here.fetch())
+    await here.until_asked(1)
+    async with serving(FakeAgent()) as (moved, _):
+        prefetcher = here.prefetcher
+        assert (await prefetcher.fetch(moved, NAMESPACE, SOURCE, KEYS)).blocks == 3
+        (former,) = prefetcher._former
+        gate.set()
+        assert (await waiting).blocks == 3
+        assert not prefetcher._former
+        with pytest.raises(grpc.aio.UsageError):  # nothing is left open there
+            await former.stub.Pull(kvpool_pb2.PullRequest())
+        assert (await prefetcher.fetch(moved, NAMESPACE, SOURCE, KEYS)).blocks == 3

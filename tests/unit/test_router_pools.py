@@ -250,6 +250,27 @@ def test_agent_that_moved_is_asked_at_its_new_address() -> None:
     assert pull_from(fleet).agent == "b:2"
 
 
+def test_arena_that_was_avoided_is_asked_when_its_agent_has_moved() -> None:
+    fleet = Fleet(pools_of(share("a"), share("b"), share("b")), device=[0] * 3, host=[0, 20, 20])
+    for _ in range(6):
+        fleet.pools.end(pull_from(fleet, NOW + 99), 0, 5000.0, NOW, failed=True)
+        fleet.pools.relax()
+    assert math.isinf(fleet.pull_ms(0, NOW + 9))
+    fleet.pools.share(2, share("b"))  # says what it said before
+    assert math.isinf(fleet.pull_ms(0, NOW + 9))
+    fleet.pools.share(2, share("b", agent="b:2"))
+    assert math.isfinite(fleet.pull_ms(0, NOW + 9))
+    assert pull_from(fleet, NOW + 9).agent == "b:2"
+
+
+def test_host_whose_own_agent_has_moved_pulls_again() -> None:
+    fleet = Fleet(pools_of(share("a"), share("b")), device=[0, 0], host=[0, 20])
+    fleet.pools.end(pull_from(fleet), 0, 5000.0, NOW, failed=True)
+    assert math.isinf(fleet.pull_ms(0))
+    fleet.pools.share(0, share("a", agent="a:2"))
+    assert math.isfinite(fleet.pull_ms(0))
+
+
 def naive(fleet: Fleet, shares: list[Share | None], row: int) -> tuple[int, int]:
     """Blocks that this row need not compute by itself, and with the best of the others."""
     trusted = fleet.trusted or [True] * len(shares)

@@ -17,10 +17,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import common_pb2, kvpool_pb2, kvpool_pb2_grpc
 from protos.channels import bind, create_server
 from protos.errors import KvorumError, invalid, to_status
+from workers.kvpool.agent_observer import AgentCounts, AgentObserver, SilentObserver
 from workers.kvpool.agent_port import AgentPort
+from workers.kvpool.agent_report import arena_reports, peer_reports
 from workers.kvpool.errors import ArenaBusy, ArenaError
-from workers.kvpool.host_arena import HostArena
-from workers.kvpool.host_arenas import HostArenas
+from workers.kvpool.host_arenas import ArenaFigures, HostArenas
 from workers.kvpool.peers import Peers
 from workers.kvpool.pull import Puller, PullLimits
 from workers.kvpool.transport import STALL_S, GrpcTransport, Transport, unpack_names
@@ -67,15 +68,25 @@ class KvAgentServicer(kvpool_pb2_grpc.KvAgentServicer):
     """The calls; what they need is made, and closed, by `KvAgent`."""
 
     def __init__(
-        self, settings: AgentSettings, arenas: HostArenas, puller: Puller, peers: Peers, threads: WorkThreads
+        self,
+        settings: AgentSettings,
+        arenas: HostArenas,
+        puller: Puller,
+        peers: Peers,
+        threads: WorkThreads,
+        *,
+        observer: AgentObserver,
     ) -> None:
         self._settings = settings
         self._arenas = arenas
         self._puller = puller
         self._peers = peers
         self._threads = threads
+        self._observer = observer
         self._reads = 0
+        self._reads_refused = 0
         self._sent = 0
+        self._sent_bytes = 0
 
     async def Pull(  # noqa: N802
         self, request: kvpool_pb2.PullRequest, context: _Context
@@ -87,6 +98,10 @@ class KvAgentServicer(kvpool_pb2_grpc.KvAgentServicer):
             pulled = await self._puller.pull(request.source, request.namespace, names, request.timeout_s)
         except (KvorumError, ValueError) as error:
             await _refuse(context, error)
+        except asyncio.CancelledError:
+            self._observer.pulled(None)
+            raise
+        self._observer.pulled(pulled)
         return kvpool_pb2.PullResponse(
             blocks=pulled.blocks, bytes=pulled.size, seconds=pulled.seconds, failed=pulled.failed
         )
@@ -111,6 +126,7 @@ class KvAgentServicer(kvpool_pb2_grpc.KvAgentServicer):
                     for message in messages(block):
                         yield message
                     self._sent += 1
+                    self._sent_bytes += arena.geometry.slot_bytes
                 if len(blocks) < len(wanted):
                     return
         except (ArenaError, ValueError) as error:
@@ -125,28 +141,34 @@ class KvAgentServicer(kvpool_pb2_grpc.KvAgentServicer):
 
     async def report(self) -> kvpool_pb2.AgentReport:
         """What operators are shown."""
-        report = kvpool_pb2.AgentReport(
+        return kvpool_pb2.AgentReport(
+            arenas=await self._threads.run(arena_reports, self._arenas),
+            peers=peer_reports(self._peers),
             blocks_sent=self._sent,
             blocks_received=self._puller.received,
             blocks_refused=self._puller.refused,
             pulls=self._puller.running,
         )
-        report.arenas.extend(await self._threads.run(_arena_reports, self._arenas))
-        for agent, peer, avoided_s in self._peers.known():
-            report.peers.add(
-                agent=agent,
-                avoided=peer.why if avoided_s else "",
-                avoided_for_s=avoided_s,
-                blocks=peer.blocks,
-                bytes_per_s=peer.bytes_per_s,
-            )
-        return report
+
+    def counts(self) -> AgentCounts:
+        """See `KvAgent`."""
+        return AgentCounts(
+            blocks_sent=self._sent,
+            bytes_sent=self._sent_bytes,
+            blocks_received=self._puller.received,
+            bytes_received=self._puller.received_bytes,
+            blocks_refused=self._puller.refused,
+            streams_refused=self._reads_refused,
+            streams=self._reads,
+            peers_avoided=sum(avoided_s > 0 for _, _, avoided_s in self._peers.known()),
+        )
 
     def _admit_read(self, context: _Context) -> None:
         """Raises KvorumError."""
         if context.time_remaining() is None:
             raise invalid("deadline", "a read needs one: a caller that stops would hold its place for ever")
         if self._reads >= self._settings.reads:
+            self._reads_refused += 1
             raise KvorumError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 common_pb2.OVERLOADED,
@@ -162,6 +184,7 @@ class KvAgent:
         token: the cluster's: asked of callers, and shown to peers.
         transport: to other hosts' agents; closed by `stop`. gRPC by default.
         clock: seconds, monotonic; for how long peers are avoided.
+        observer: hears of pulls.
     """
 
     def __init__(
@@ -170,9 +193,11 @@ class KvAgent:
         token: str,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
+        observer: AgentObserver | None = None,
     ) -> None:
         self._settings = settings
         self._token = token
+        self._observer = observer or SilentObserver()
         self._transport = transport or GrpcTransport(token, settings.stall_s)
         self._clock = clock
         self._threads = WorkThreads(settings.threads, "kv-agent")
@@ -192,7 +217,9 @@ class KvAgent:
         self._puller = Puller(
             self._arenas, self._transport, peers, self._threads, limits=settings.limits, clock=self._clock
         )
-        self._servicer = KvAgentServicer(settings, self._arenas, self._puller, peers, self._threads)
+        self._servicer = KvAgentServicer(
+            settings, self._arenas, self._puller, peers, self._threads, observer=self._observer
+        )
         self._server = create_server(tokens=[self._token], max_concurrent_rpcs=_MOST_CALLS)
         kvpool_pb2_grpc.add_KvAgentServicer_to_server(self._servicer, self._server)
         checks = health.aio.HealthServicer()
@@ -208,6 +235,14 @@ class KvAgent:
     async def report(self) -> kvpool_pb2.AgentReport:
         """See `KvAgentServicer`."""
         return await self._servicer.report()
+
+    def counts(self) -> AgentCounts:
+        """Once it has started; for any thread."""
+        return self._servicer.counts()
+
+    def arenas(self) -> list[ArenaFigures]:
+        """Of its host; for any thread but the event loop's, as it may open them."""
+        return self._arenas.figures()
 
     async def stop(self) -> None:
         """End what is going on, and free all that was held. The folder stays."""
@@ -236,7 +271,7 @@ class KvAgent:
             except OSError:
                 await asyncio.sleep(_BIND_AGAIN_S)
         if wanted:
-            log.warning("port %d of the agent before this one is taken: peers have to learn another", wanted)
+            log.warning("port %d of the agent before this one is taken: others learn the new one", wanted)
         return bind(self._server, host, 0)
 
 
@@ -247,27 +282,6 @@ def _names(packed: bytes) -> list[int]:
             f"router_keys names {len(packed) // 8} blocks, and 1 to {MOST_NAMES} can be asked for"
         )
     return unpack_names(packed)
-
-
-def _arena_reports(arenas: HostArenas) -> list[kvpool_pb2.ArenaReport]:
-    return [_arena_report(namespace, arena) for namespace, arena in arenas.all().items()]
-
-
-def _arena_report(namespace: str, arena: HostArena) -> kvpool_pb2.ArenaReport:
-    usage, counters = arena.usage(), arena.counters()
-    return kvpool_pb2.ArenaReport(
-        namespace=namespace,
-        slots=usage.slots,
-        ready=usage.ready,
-        slot_bytes=usage.slot_bytes,
-        hits=counters.hits,
-        misses=counters.misses,
-        stored=counters.stored,
-        evicted=counters.evicted,
-        refused=counters.refused,
-        corrupt=counters.corrupt,
-        reclaimed=counters.reclaimed,
-    )
 
 
 async def _refuse(context: _Context, error: Exception) -> NoReturn:

@@ -1,4 +1,5 @@
-"""Hosts an agent in a Ray actor: named, detached, one for each node, restarted by Ray, on a port that stays.
+"""Hosts an agent in a Ray actor: named, detached, one for each node, restarted by Ray, on a port that
+stays while nobody else takes it.
 
 The controller imports this module for the actor's class; what serves is imported inside.
 """
@@ -11,9 +12,12 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logging
+from telemetry.setup import configure
+from workers.kvpool.agent_port import port_file
 from workers.kvpool.folder import remove_folder
 from workers.pinning import pin_process
 
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 
 AGENT_PREFIX = "kv-agent-"
 """Of the actors' names in the cluster's Ray namespace; the node's id follows."""
+
+SERVICE = "kvorum.kv-agent"
 
 _NICENESS = 5
 """Whoever computes goes first."""
@@ -40,7 +46,7 @@ class AgentSpec:
     folder: str
     """Of the cluster's arenas."""
     front_cores: tuple[int, ...]
-    log_format: Literal["text", "json"]
+    telemetry: TelemetryConfig
     token: str = field(repr=False)
 
 
@@ -58,11 +64,13 @@ class KvAgentActor:
     """Serves from its creation on."""
 
     def __init__(self, spec: AgentSpec) -> None:
-        configure_logging("kvorum.kv-agent", format=spec.log_format)
+        configure_logging(SERVICE, format=spec.telemetry.log_format)
         pin_process(spec.front_cores)
         os.nice(_NICENESS)
         sys.setswitchinterval(_SWITCH_S)
         self._spec = spec
+        # Ray nodes of one host are told apart; the agent that Ray restarts goes on as the same one.
+        self._telemetry = configure(SERVICE, f"{spec.host}/{spec.node_id[:8]}", spec.telemetry)
         self._agent: Any = None
         self._serving = asyncio.ensure_future(self._serve())
         self._serving.add_done_callback(_exit_if_failed)
@@ -87,16 +95,19 @@ class KvAgentActor:
             self._agent.following.remove_done_callback(_exit_if_failed)
             await self._agent.stop()
         await asyncio.to_thread(remove_folder, Path(self._spec.folder), self._spec.cluster_id)
+        await asyncio.to_thread(self._telemetry.shutdown)  # last: it may take seconds, and matters least
 
     async def _serve(self) -> str:
         from workers.kvpool.agent import AgentSettings, KvAgent  # noqa: PLC0415
+        from workers.kvpool.agent_metrics import AgentMetrics  # noqa: PLC0415
 
         spec = self._spec
         folder = Path(spec.folder)
-        # Two Ray nodes of one host share the folder, and have an agent each.
-        settings = AgentSettings(folder, spec.host, port_file=folder / f"agent-{spec.node_id}.port")
-        agent = KvAgent(settings, spec.token)
+        settings = AgentSettings(folder, spec.host, port_file=port_file(folder, spec.node_id))
+        metrics = AgentMetrics(self._telemetry.meters)
+        agent = KvAgent(settings, spec.token, observer=metrics)
         address = await agent.start()
+        metrics.watch(agent)
         agent.following.add_done_callback(_exit_if_failed)
         self._agent = agent
         log.info("KV pool agent of node %s at %s", spec.node_id, address)

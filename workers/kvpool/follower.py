@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from protos import replica_pb2
+from workers.kvpool.agent_port import AgentAddress
 from workers.kvpool.arena_tail import ArenaTail, find
 from workers.kvpool.errors import ArenaBusy, ArenaError
 from workers.kvpool.pool_keys import PoolKeys, Transitions
@@ -21,6 +22,8 @@ SEARCH_S: Final = 5.0
 SILENCE_S: Final = 3.0
 """After which an arena that does not answer is taken to hold nothing: its engines get no answer either, and
 compute (`Patience`)."""
+AGENT_S: Final = 1.0
+"""Between two looks at where the host's agent is."""
 FIND_S: Final = 5.0
 ANSWER_S: Final = 5.0
 """Far beyond the arena's own deadlines: whatever takes longer is stuck."""
@@ -35,13 +38,13 @@ class PoolFollower:
     Args:
         folder: of the host's arenas.
         core_pid: of the replica's EngineCore, which owns one of them.
-        agent: host:port of the host's agent, for those who are told of the pool; may be empty.
+        agent: of the host, for those who are told of the pool; another one makes `pool` another one.
         keys: kept equal to what is ready in the arena; empty while that is not known.
         changed: called after `keys` or `pool` has changed.
     """
 
     def __init__(
-        self, folder: Path, core_pid: int, agent: str, keys: PoolKeys, changed: Callable[[], None]
+        self, folder: Path, core_pid: int, agent: AgentAddress, keys: PoolKeys, changed: Callable[[], None]
     ) -> None:
         self._folder = folder
         self._core_pid = core_pid
@@ -50,6 +53,7 @@ class PoolFollower:
         self._changed = changed
         self._tail: ArenaTail | None = None
         self._heard_at = 0.0
+        self._agent_asked_at = 0.0
         self._complaint = ""
         self.pool: replica_pb2.KvPool | None = None
         """What watchers are told of the arena; None while there is none. Replaced, never changed."""
@@ -94,6 +98,7 @@ class PoolFollower:
             if self._tail is None:
                 return SEARCH_S
             async with asyncio.timeout(ANSWER_S):
+                await self._look_for_agent()
                 change = await asyncio.to_thread(self._tail.read)
         except ArenaBusy:
             if self._tail is None:
@@ -113,15 +118,31 @@ class PoolFollower:
 
     async def _search(self) -> None:
         async with asyncio.timeout(ANSWER_S):
+            agent = await asyncio.to_thread(self._agent.now)
             tail = await asyncio.to_thread(find, self._folder, self._core_pid)
         if tail is None:
             return
         self._tail, self._complaint = tail, ""
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = self._agent_asked_at = asyncio.get_running_loop().time()
         shape = tail.arena.header.geometry
         self.part_bytes = shape.rank_bytes
         self.pool = replica_pb2.KvPool(
-            arena=tail.name, namespace=tail.namespace, agent=self._agent, block_bytes=shape.slot_bytes
+            arena=tail.name, namespace=tail.namespace, agent=agent, block_bytes=shape.slot_bytes
+        )
+        self._changed()
+
+    async def _look_for_agent(self) -> None:
+        """One that came back at another port has another address from now on, for all who are told."""
+        now, pool = asyncio.get_running_loop().time(), self.pool
+        if pool is None or now - self._agent_asked_at < AGENT_S:
+            return
+        self._agent_asked_at = now
+        agent = await asyncio.to_thread(self._agent.now)
+        if agent == pool.agent:
+            return
+        log.info("this host's KV pool agent is at %s, and was at %s", agent, pool.agent or "no port")
+        self.pool = replica_pb2.KvPool(
+            arena=pool.arena, namespace=pool.namespace, agent=agent, block_bytes=pool.block_bytes
         )
         self._changed()
 

@@ -9,7 +9,7 @@ from protos import common_pb2
 from telemetry.metrics import Meters, Reading
 from workers.kvpool.stats import GAUGES, PoolStats
 
-_PULL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+PULL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 _LOOKUPS = {"hit": "hits", "miss": "misses"}
 _BLOCKS = {event: event for event in ("loaded", "lost", "stored", "dropped", "refused")}
@@ -26,15 +26,45 @@ def watch_pool(meters: Meters, pool: Callable[[], PoolStats]) -> None:
         pool: read from other threads.
     """
     for name, unit, about, key, fields in (
-        ("lookups", "{block}", "blocks that the engine asked the pool for", "result", _LOOKUPS),
-        ("blocks", "{block}", "blocks of the engine by what became of them", "event", _BLOCKS),
-        ("transferred", "By", "bytes copied between engine and pool, over all ranks", "direction", _BYTES),
-        ("busy", "{time}", "times that the arena did not answer in time", "", {"": "busy"}),
+        (
+            "kvorum.replica.pool.lookups",
+            "{block}",
+            "blocks that the engine asked the pool for",
+            "result",
+            _LOOKUPS,
+        ),
+        (
+            "kvorum.replica.pool.blocks",
+            "{block}",
+            "blocks of the engine by what became of them",
+            "event",
+            _BLOCKS,
+        ),
+        (
+            "kvorum.replica.pool.transferred",
+            "By",
+            "bytes copied between engine and pool, over all ranks",
+            "direction",
+            _BYTES,
+        ),
+        (
+            "kvorum.replica.pool.busy",
+            "{time}",
+            "times that the arena did not answer in time",
+            "",
+            {"": "busy"},
+        ),
     ):
-        meters.total(f"kvorum.replica.pool.{name}", unit, about, partial(_readings, pool, key, fields))
-    for name, about in GAUGES.items():
-        show = meters.gauge if name in _NOW else meters.total
-        show(f"kvorum.replica.pool.{name}", "{block}", about, partial(_readings, pool, "", {"": name}))
+        meters.total(name, unit, about, partial(_readings, pool, key, fields))
+    for name, unit, field in (
+        ("kvorum.replica.pool.slots", "{block}", "slots"),
+        ("kvorum.replica.pool.ready", "{block}", "ready"),
+        ("kvorum.replica.pool.evicted", "{block}", "evicted"),
+        ("kvorum.replica.pool.corrupt", "{block}", "corrupt"),
+        ("kvorum.replica.pool.reclaimed", "{block}", "reclaimed"),
+    ):
+        show = meters.gauge if field in _NOW else meters.total
+        show(name, unit, GAUGES[field], partial(_readings, pool, "", {"": field}))
 
 
 class PullMetrics:
@@ -53,7 +83,7 @@ class PullMetrics:
             "kvorum.replica.pull.duration",
             "s",
             "from asking another host to its last block",
-            bounds=_PULL_S,
+            bounds=PULL_S,
             keys=("outcome",),
         )
 
@@ -62,18 +92,18 @@ class PullMetrics:
         if pull is None:
             self._pulls.add(1, "cancelled")
             return
-        outcome = _outcome(pull)
-        self._pulls.add(1, outcome)
+        how = outcome(pull.failed, pull.blocks)
+        self._pulls.add(1, how)
         self._blocks.add(pull.blocks)
         self._bytes.add(pull.bytes)
-        self._duration.record(pull.seconds, outcome)
+        self._duration.record(pull.seconds, how)
 
 
-def _outcome(pull: common_pb2.KvFetch) -> str:
+def outcome(failed: str, blocks: int) -> str:
     """Whether whole, part or none of what was asked for came."""
-    if not pull.failed:
+    if not failed:
         return "whole"
-    return "part" if pull.blocks else "none"
+    return "part" if blocks else "none"
 
 
 def _readings(pool: Callable[[], PoolStats], key: str, fields: Mapping[str, str]) -> list[Reading]:

@@ -70,9 +70,10 @@ class Peers:
         peer.bytes_per_s += (speed - peer.bytes_per_s) * (_RECENT if peer.bytes_per_s else 1.0)
 
     def known(self) -> list[tuple[str, Peer, float]]:
-        """Each with its address and the seconds for which it is not asked, 0 when it is."""
+        """Each with its address and the seconds for which it is not asked, 0 when it is. For any thread."""
         now = self._clock()
-        return [(agent, peer, max(0.0, peer.avoided_until - now)) for agent, peer in self._peers.items()]
+        peers = list(self._peers.items())  # at once: the event loop changes them
+        return [(agent, peer, max(0.0, peer.avoided_until - now)) for agent, peer in peers]
 
     def _of(self, agent: str) -> Peer:
         peer = self._peers.pop(agent, None) or Peer()

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
+from workers.kvpool.agent_observer import Pulled
 from workers.kvpool.byte_budget import ByteBudget
 from workers.kvpool.errors import ArenaError
 from workers.kvpool.host_arena import HostArena
@@ -47,19 +48,6 @@ class PullLimits:
     """Stored together, and a block at least. What was stored stays when the rest does not come."""
     longest_s: float = 60.0
     """Whatever a pull asks for."""
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """What came of one pull, by its end."""
-
-    blocks: int
-    """That arrived for it and are in the arena."""
-    size: int
-    """Their bytes."""
-    seconds: float
-    failed: str
-    """Why not all that were asked for are there now; empty: they are."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +113,8 @@ class Puller:
         """Pulls."""
         self.received = 0
         """Blocks, since the start."""
+        self.received_bytes = 0
+        """Of these blocks."""
         self.refused = 0
         """Blocks that were not what they were said to be."""
 
@@ -138,7 +128,7 @@ class Puller:
         timeout_s = min(timeout_s, self._limits.longest_s)
         late = started + timeout_s
         if self.running >= self._limits.pulls:
-            return Pulled(0, 0, 0.0, f"this agent is busy with {self.running} pulls")
+            return Pulled(0, 0, 0.0, f"this agent is busy with {self.running} pulls", refused=True)
         self.running += 1
         came: dict[int, bytes] = {}
         size = 0
@@ -294,6 +284,7 @@ class Puller:
         written = await self._threads.run(transfer.arena.write, batch, names)
         transfer.arrived |= written.there
         self.received += len(written.there)
+        self.received_bytes += len(written.there) * transfer.arena.geometry.slot_bytes
         if written.false:
             self.refused += 1
             return f"{transfer.source} sent a block that is not what its checksum says"
