@@ -5,7 +5,8 @@ other host (two emulated ones, 1 Gbit/s; needs root and iproute2), from the repl
 Then what offering blocks costs those who compute: two clusters by turns, one with a pool, one without.
 
     make bench NAME=kvpool
-    make bench NAME=kvpool ARGS="--sizes 2000 --turns 3 --no-hosts"
+    make bench NAME=kvpool ARGS="--sizes 2000 --turns 3 --no-hosts --rounds 0"
+    make bench NAME=kvpool ARGS="--sizes --rounds 150"   # only what storing costs
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ POOL = ("--kv-pool-gib", "2")
 SHAPE = ("--max-model-len", "8192", "--cores-per-shard", "1")
 STATE = {"KVORUM_STATE_DIR": "/tmp/state"}
 UP_S, MEASURE_S = 400.0, 1200.0
-STORE_ROUND = {"requests": 8, "concurrency": 4, "prompt_tokens": 512, "output_tokens": 16}
-SETTLE_S = 1.0
+STORE_ROUND = {"requests": 4, "concurrency": 4, "prompt_tokens": 384, "output_tokens": 16}
+STARTS = 3
+"""Of both clusters: where a process's memory lies makes it faster or slower for as long as it lives."""
+SETTLE_S = 0.2
 
 Found = dict[str, Any]
 
@@ -74,34 +77,47 @@ def on_two_hosts(arguments: Sequence[str]) -> Found:
     return _said(out)
 
 
-def storing(rounds: int) -> list[float]:
-    """Throughput with a pool that stores every block, over that without: of each pair of rounds."""
+def storing(rounds: int) -> list[list[float]]:
+    """Throughput with a pool that stores every block, over that without: of each pair of rounds, by start.
+
+    The rounds are short, since the machine's speed changes from one second to the next.
+    """
     shape = ("--replicas", "1", *SHAPE)
-    pairs: list[dict[str, float]] = []
-    with running("bench-stored", *shape, *POOL) as pooled, running("bench-bare", *shape) as bare:
-        states = {"pool": pooled, "none": bare}
-        for number in range(-1, rounds):  # the first warms both up
+    starts: list[list[float]] = []
+    for start in range(STARTS):
+        with running("bench-stored", *shape, *POOL) as pooled, running("bench-bare", *shape) as bare:
+            states = {"pool": pooled, "none": bare}
+            starts.append(asyncio.run(_pairs(states, -(-rounds // STARTS), 10_000 * (start + 1))))
+        print(f"what storing costs: start {start + 1} of {STARTS} measured", file=sys.stderr, flush=True)
+    return starts
+
+
+async def _pairs(states: Mapping[str, ClusterState], rounds: int, seed: int) -> list[float]:
+    ratios: list[float] = []
+    async with AsyncExitStack() as stack:
+        clients = {
+            side: await stack.enter_async_context(KvorumClient(*state.router_addresses))
+            for side, state in states.items()
+        }
+        for number in range(-3, rounds):  # the first ones warm both up
             taken = {}
             for side in ("pool", "none") if number % 2 else ("none", "pool"):
-                time.sleep(SETTLE_S)
-                result = asyncio.run(_round(states[side], Round(10_000 + number, **STORE_ROUND)))
+                await asyncio.sleep(SETTLE_S)
+                result = await _round(clients[side], Round(seed + number, **STORE_ROUND))
                 taken[side] = result.tokens / result.elapsed_s
             if number >= 0:
-                pairs.append(taken)
-        print(f"{rounds} rounds with and without a pool done", file=sys.stderr)
-    return [pair["pool"] / pair["none"] for pair in pairs]
+                ratios.append(taken["pool"] / taken["none"])
+    return ratios
 
 
-async def _round(state: ClusterState, plan: Round) -> Result:
-    async with KvorumClient(*state.router_addresses) as client:
+async def _round(client: KvorumClient, plan: Round) -> Result:
+    async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+        async for message in client.generate(
+            prompt, temperature=0, max_tokens=output_tokens, ignore_eos=True
+        ):
+            yield sum(len(choice.token_ids) for choice in message.choices)
 
-        async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
-            async for message in client.generate(
-                prompt, temperature=0, max_tokens=output_tokens, ignore_eos=True
-            ):
-                yield sum(len(choice.token_ids) for choice in message.choices)
-
-        return await run(stream, plan)
+    return await run(stream, plan)
 
 
 def _folder(state: ClusterState) -> Path:
@@ -122,13 +138,14 @@ def _paired(found: Found, size: int, above: str, below: str) -> float:
 
 def main(sizes: Sequence[int], turns: int, rounds: int, *, hosts: bool) -> None:
     arguments = ["--turns", str(turns), "--sizes", *map(str, sizes)]
-    measured: dict[str, Found] = {"one host": on_one_host(arguments)}
+    measured: dict[str, Found] = {"one host": on_one_host(arguments)} if sizes else {}
+    hosts &= bool(sizes)
     if hosts and (why := missing()):
         print(f"no two hosts: {why}", file=sys.stderr)
     elif hosts:
         measured[f"two hosts, {RATE}"] = on_two_hosts(arguments)
-    ratios = storing(rounds) if rounds else []
-    figures = _figures(measured, sizes, ratios)
+    starts = storing(rounds) if rounds else []
+    figures = _figures(measured, sizes, starts)
     rows = []
     for where, found in measured.items():
         for size in sizes:
@@ -152,21 +169,23 @@ def main(sizes: Sequence[int], turns: int, rounds: int, *, hosts: bool) -> None:
 
 
 def _figures(
-    measured: Mapping[str, Found], sizes: Sequence[int], ratios: Sequence[float]
+    measured: Mapping[str, Found], sizes: Sequence[int], starts: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    here = measured["one host"]
     figures: dict[str, float] = {}
     for size in sizes:
+        here = measured["one host"]
         figures[f"arena_over_local_{size}"] = _paired(here, size, "pooled", "local")
         figures[f"recompute_over_arena_{size}"] = _paired(here, size, "computed", "pooled")
         for there in list(measured.values())[1:]:
             figures[f"recompute_over_peer_{size}"] = _paired(there, size, "computed", "pooled")
-    if ratios:
-        logs = [math.log(ratio) for ratio in ratios]
-        figures["store_throughput_ratio"] = math.exp(statistics.mean(logs))
-        if len(logs) > 1:
-            figures["store_throughput_error"] = 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    if here["restarted"] and "2000" in here["found"]:
+    logs = [[math.log(ratio) for ratio in ratios] for ratios in starts]
+    if every := [log for one in logs for log in one]:
+        figures["store_throughput_ratio"] = math.exp(statistics.mean(every))
+        for number, one in enumerate(logs):
+            figures[f"store_throughput_ratio_start_{number + 1}"] = math.exp(statistics.mean(one))
+    if len(every) > 1:
+        figures["store_throughput_error"] = 1.96 * statistics.stdev(every) / math.sqrt(len(every))
+    if 2000 in sizes and here["restarted"]:
         pooled = statistics.median(turn["pooled"] for turn in here["found"]["2000"])
         figures["restart_ttft_over_arena"] = statistics.median(here["restarted"]) / pooled
     return figures
@@ -176,8 +195,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="prompt lengths, tokens")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="prompt lengths, tokens")
     parser.add_argument("--turns", type=int, default=5, help="prompts of each length")
-    parser.add_argument("--rounds", type=int, default=16, help="pairs of rounds for what storing costs")
+    parser.add_argument(
+        "--rounds", type=int, default=150, help="pairs of rounds for what storing costs, 0: leave it out"
+    )
     parser.add_argument("--no-hosts", dest="hosts", action="store_false", help="leave two hosts out")
     main(**vars(parser.parse_args()))
