@@ -86,7 +86,7 @@ def hogged(cluster: RunningCluster, replica: int) -> Iterator[None]:
 
 
 async def test_a_tiny_kv_space_is_named_with_how_much_more_is_needed(slot: ClusterSlot) -> None:
-    cluster = single(slot, "--kv-cache-gib", "0.05")
+    cluster = single(slot, "--dtype", "float32", "--kv-cache-gib", "0.1")
     await ask(cluster, [some_prompt(n, 300) for n in range(12)], 100, at_once=True)
     finding = examined(cluster, 12)[0]
     assert finding["cause"] == "kv-space"
