@@ -14,14 +14,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from platform import machine
 from typing import Any
 
 import psutil
 import pytest
+from torch.backends.cpu import get_cpu_capability
 
 from tests.e2e.conftest import ClusterSlot, RunningCluster, collect, idle
+from workers.cpu_dtype import auto_dtype
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+slow = pytest.mark.skipif(
+    os.environ.get("KVORUM_LAB") != "1"
+    and auto_dtype(machine(), get_cpu_capability(), quantized=False) != "auto",
+    reason="takes some minutes on a CPU without AVX-512: KVORUM_LAB=1",
+)
 
 _HOG = (
     "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.nice(int(sys.argv[2]))\nwhile True: pass"
@@ -101,6 +110,7 @@ async def test_a_queue_that_is_computing_alone_asks_for_replicas(slot: ClusterSl
     assert finding["change"].startswith("--replicas 1 -> 2")
 
 
+@slow
 async def test_a_batch_that_is_too_large_is_named_with_one_that_was_seen(slot: ClusterSlot) -> None:
     cluster = single(slot, "--max-num-seqs", "384", "--kv-cache-gib", "2")
     few, many = 4, 360  # by the few it is known what a step takes whatever else runs
@@ -126,6 +136,7 @@ async def test_round_robin_past_warm_caches_is_named(slot: ClusterSlot) -> None:
     assert finding["change"] == "--policy round-robin -> predicted-time"
 
 
+@slow
 async def test_one_slow_replica_is_named(slot: ClusterSlot) -> None:
     cluster = slot.get("--no-http", "--replicas", "2", "--max-model-len", "2048", "--policy", "round-robin")
     cluster.wait(idle, "idle cluster")
