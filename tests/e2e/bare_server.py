@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 240.0
+START_S = 300.0
 
 ENGINE_FLAGS = (
     "--enforce-eager",

@@ -24,7 +24,7 @@ from telemetry.store import SpanStore
 from tests.e2e.http_cases import FRONT_FLAGS
 from tests.e2e.router_state import router_state
 
-UP_TIMEOUT_S = 280
+UP_TIMEOUT_S = 400
 KVORUM = [sys.executable, "-m", "cluster.cli"]
 
 

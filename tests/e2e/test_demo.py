@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import KVORUM, ClusterSlot
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_the_demo_streams_prompts_and_leaves_nothing(slot: ClusterSlot, tmp_path: Path) -> None:

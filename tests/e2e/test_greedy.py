@@ -15,7 +15,7 @@ from tests.e2e.conftest import Answer, ClusterSlot, RunningCluster, collect
 from tests.e2e.prompts import MAX_TOKENS, PROMPTS
 from workers.checkpoint import prepare
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 Reference = list[dict[str, object]]
 
@@ -32,7 +32,7 @@ def reference(slot: ClusterSlot, tmp_path_factory: pytest.TempPathFactory) -> Re
     command = [sys.executable, "-m", "tests.e2e.bare_vllm", str(prepare("smollm2").path), str(out)]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        command, env=environ, cwd=root, capture_output=True, text=True, timeout=280, check=False
+        command, env=environ, cwd=root, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answers: Reference = json.loads(out.read_text())

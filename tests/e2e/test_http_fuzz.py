@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.e2e.conftest import RunningCluster
 from tests.e2e.http_cases import CITY_FORMAT, MODEL, NAMED_TOOL, WEATHER
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 VALID: dict[str, dict[str, Any]] = {

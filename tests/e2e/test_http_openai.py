@@ -19,7 +19,7 @@ from tests.e2e.http_cases import CASES, FRONT_FLAGS, LONG, MODEL, REFUSED, Case,
 from tests.e2e.http_clients import Answers, ask, ask_all, ask_all_async, async_clients, clients
 from workers.checkpoint import prepare
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CACHED = ("cached_tokens:", "created_cache_tokens:")
 STORY: dict[str, Any] = {

@@ -9,7 +9,7 @@ from tests.bench.http_storm import storm
 from tests.e2e.conftest import RunningCluster
 from tests.e2e.http_cases import MODEL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CONNECTIONS = 60
 

@@ -17,7 +17,7 @@ from protos import replica_pb2, replica_pb2_grpc
 from protos.channels import bearer
 from tests.e2e.conftest import ClusterSlot, RunningCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 _FLAGS = (
     "--no-http",

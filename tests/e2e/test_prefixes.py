@@ -20,7 +20,7 @@ from protos.errors import KvorumError
 from router.client import KvorumClient
 from tests.e2e.conftest import KVORUM, RunningCluster, collect
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 BLOCK = 128  # tokens, vLLM's default on CPU
 SETTLED_S = 0.5  # several intervals of the replicas' updates

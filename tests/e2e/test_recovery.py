@@ -18,7 +18,7 @@ from protos.channels import bearer, open_channel
 from protos.errors import KvorumError
 from tests.e2e.conftest import RunningCluster, collect
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def _replica(shown: dict[str, Any], name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from protos.errors import KvorumError
 from router.client import KvorumClient
 from tests.e2e.conftest import collect
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 HELLO = "Hello"

@@ -16,7 +16,7 @@ from protos.errors import KvorumError
 from router.client import KvorumClient
 from tests.e2e.conftest import RunningCluster, collect
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 async def test_a_stream_delivers_tokens_as_they_are_made_and_says_who_served(client: KvorumClient) -> None:

@@ -13,7 +13,7 @@ from telemetry import spans
 from tests.e2e.conftest import RunningCluster, collect
 from tests.e2e.span_tree import PARENTS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 async def test_a_request_is_one_trace_below_the_callers_span(

@@ -19,7 +19,7 @@ from router.client import KvorumClient
 from telemetry import spans
 from tests.e2e.conftest import RunningCluster, collect
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 _ACTOR = "ray::ViewerActor"
 

@@ -23,7 +23,7 @@ from telemetry.store import SpanStore
 from tests.e2e.conftest import ClusterSlot, RunningCluster
 from tests.e2e.span_tree import PARENTS as ROUTER_PARENTS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 PARENTS = {spans.ROUTER_REQUEST: spans.HTTP_REQUEST, **ROUTER_PARENTS}
 STREAMS = 4

@@ -16,7 +16,7 @@ import transformers
 from workers.checkpoint import CheckpointError, PreparedModel, list_models, prepare
 from workers.model_source import GgufFile, resolve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PREPARE = """

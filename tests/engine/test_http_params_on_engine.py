@@ -34,7 +34,7 @@ from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.servicer import ReplicaServicer
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [504, 3575, 282, 4649, 314, 260, 2240, 282, 1029]
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY

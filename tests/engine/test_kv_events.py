@@ -22,7 +22,7 @@ from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.servicer import ReplicaServicer
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK, BLOCKS, VOCAB = 32, 64, 40_000
 

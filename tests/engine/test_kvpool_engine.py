@@ -26,7 +26,7 @@ from workers.kvpool.arena import Arena
 from workers.kvpool.router_keys import UNNAMED
 from workers.resident import HOST
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK, VOCABULARY = 32, 40_000
 

@@ -15,7 +15,7 @@ import tiny_models
 from workers.kvpool.arena import Arena
 from workers.kvpool.pool_config import CONNECTOR, CONNECTOR_MODULE, PoolConfig
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from workers.kvpool.owners import OwnerKind
 from workers.kvpool.pages import BlockPages
 from workers.resident import DEVICE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = list(range(100, 300))
 """Six full blocks, and a part of one."""

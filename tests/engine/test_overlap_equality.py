@@ -19,7 +19,7 @@ from workers.checkpoint import prepare
 from workers.overlap.plan import forced
 from workers.overlap.report import OverlapReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHUNKS = ("2", "3", "4", "8")
 LENGTHS = (

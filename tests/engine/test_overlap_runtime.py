@@ -22,7 +22,7 @@ from workers.overlap.plan import Plan, PlanRow, forced
 from workers.overlap.report import StepRecord
 from workers.overlap.runtime import Runtime
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MEASURED = Plan((PlanRow(64, 1), PlanRow(128, 2), PlanRow(256, 4)), "measured")
 
