@@ -36,7 +36,7 @@ def started() -> Iterator[list[AgentProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("stall_s", "timeout_s", "why"), [(0.5, LONG_S, "nothing came"), (LONG_S, 4.0, "deadline")]
+    ("stall_s", "timeout_s", "why"), [(2.0, LONG_S, "nothing came"), (LONG_S, 4.0, "deadline")]
 )
 async def test_a_peer_that_is_stopped_costs_no_more_than_the_deadline(
     tmp_path: Path, started: list[AgentProcess], stall_s: float, timeout_s: float, why: str

@@ -47,12 +47,12 @@ async def test_lease_lasts_as_long_as_its_stream_beyond_the_ticket(hang_after: i
     gate = asyncio.Event()
     script = Script(hang_after=hang_after) if hang_after else Script(gate=gate)
     async with (
-        running_stack(token=TOKEN, ticket_s=0.3, script=script) as stack,
+        running_stack(token=TOKEN, ticket_s=1.0, script=script) as stack,
         KvorumClient(stack.address, lookaside=True) as client,
     ):
         running = asyncio.ensure_future(collected(client, [1, 2, 3], max_tokens=9))
         await eventually(lambda: bool(stack.replicas[0].seen))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.5)
         assert leased(stack).requests == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -2,8 +2,8 @@
 
 import multiprocessing
 import sqlite3
-import time
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -130,17 +130,17 @@ def test_a_store_of_the_format_before_is_emptied_by_a_writer_and_left_alone_by_a
     assert ids(SpanStore(path)) == [1]
 
 
-def write_one(path: Path, trace: int, begin: float) -> None:
-    time.sleep(max(begin - time.time(), 0))
+def write_one(path: Path, trace: int, all_here: Barrier) -> None:
+    all_here.wait(60)
     SpanStore(path).write(a_request(trace))
 
 
 def test_processes_that_meet_an_old_store_at_once_replace_it_once(tmp_path: Path) -> None:
     path = tmp_path / "traces.db"
     old_store(path)
-    spawn = multiprocessing.get_context("fork")
-    begin = time.time() + 0.3
-    writers = [spawn.Process(target=write_one, args=(path, trace, begin)) for trace in range(1, 7)]
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit locks of this process's threads
+    all_here = spawn.Barrier(6)
+    writers = [spawn.Process(target=write_one, args=(path, trace, all_here)) for trace in range(1, 7)]
     for writer in writers:
         writer.start()
     for writer in writers:
