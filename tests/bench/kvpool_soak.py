@@ -58,8 +58,6 @@ REACH_S = 900.0
 """For the share of the requests at which the next fault is due."""
 END_S = 600.0
 _KVORUM = (sys.executable, "-m", "cluster.cli")
-_PROMPT = -10
-"""Niceness of this process, which has to stop others at the right moment."""
 
 
 def sizes(layers: int) -> list[str]:
@@ -176,8 +174,6 @@ def main(requests: int, seed: int, layers: int, reference: Path | None, *, quick
     with tempfile.TemporaryDirectory() as folder:
         known = reference or Path(folder, "reference.json")
         right_answers(known, shortened(layers), seed)
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, _PROMPT)
         began = time.monotonic()
         try:
             shown = soak(known, seed, requests, QUICK if quick else PLAN, layers)

@@ -10,13 +10,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
 from tests.bench.kvpool_soak_arena import Held, SeenArena
 from tests.bench.kvpool_soak_asking import Asking, SoakError
-from tests.bench.kvpool_soak_plan import KILLS, Fault, Made
-from tests.bench.kvpool_soak_processes import kill, outer_pid, stack, stopped
+from tests.bench.kvpool_soak_plan import CAUGHT, KILLS, Fault, Made
+from tests.bench.kvpool_soak_processes import hurried, kill, outer_pid, stack, stopped
 from tests.lab.lab import Lab
 
 TRY_S: Final = 120.0
@@ -72,7 +73,8 @@ class Faults:
         if fault.kind in KILLS:
             time.sleep(max(0.0, self._replica_killed_at + APART_S - time.monotonic()))
         before = self._identity(fault)
-        made = acts[fault.kind](fault)
+        with hurried() if fault.kind in CAUGHT else nullcontext():
+            made = acts[fault.kind](fault)
         if not made.done or fault.kind == "host killed":
             return made
         if fault.kind in KILLS:

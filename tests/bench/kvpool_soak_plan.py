@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 KILLS = ("writer shard", "writer core", "reader shard", "reader core")
 """Those that end a replica."""
+CAUGHT = (*KILLS, "agent killed", "agent stalled")
+"""Those for which a process is watched until it is at something."""
 
 
 @dataclass(frozen=True)
