@@ -6,6 +6,7 @@ hangs, a lease is left, a fault could not be made, or the pool was not used. Nee
 
     make bench NAME=kvpool_soak
     make bench NAME=kvpool_soak ARGS="--requests 200 --quick"
+    make bench NAME=kvpool_soak ARGS="--requests 300 --only 'reader shard' flips"
     make bench NAME=kvpool_soak ARGS="--reference /tmp/reference.json --seed 2"
 """
 
@@ -166,8 +167,11 @@ def _keep(answers: Sequence[Answer], made: Sequence[Made]) -> None:
     (folder / "kvpool_soak_answers.json").write_text(json.dumps(content))
 
 
-def main(requests: int, seed: int, layers: int, reference: Path | None, *, quick: bool) -> int:
+def main(
+    requests: int, seed: int, layers: int, reference: Path | None, only: Sequence[str], *, quick: bool
+) -> int:
     """Returns the exit status."""
+    plan = [fault for fault in (QUICK if quick else PLAN) if not only or fault.kind in only]
     if why := missing():
         print(f"no two hosts: {why}", file=sys.stderr)
         return 2
@@ -176,7 +180,7 @@ def main(requests: int, seed: int, layers: int, reference: Path | None, *, quick
         right_answers(known, shortened(layers), seed)
         began = time.monotonic()
         try:
-            shown = soak(known, seed, requests, QUICK if quick else PLAN, layers)
+            shown = soak(known, seed, requests, plan, layers)
         except (SoakError, LabError) as error:
             print(f"the soak was cut short: {error}", file=sys.stderr)
             return 1
@@ -200,5 +204,12 @@ if __name__ == "__main__":
         "--layers", type=int, default=8, help=f"of SmolLM2 that the model has; with all {WHOLE}, half an hour"
     )
     parser.add_argument("--reference", type=Path, help="file of right answers, made unless it is there")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=sorted({fault.kind for fault in PLAN}),
+        help="faults of these kinds alone",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer faults, for a short look")
     sys.exit(main(**vars(parser.parse_args())))

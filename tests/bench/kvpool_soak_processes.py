@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.lab.host import Host
 
-_STOPPED_S = 2.0
+_STOPPED_S = 10.0
 _DUMP_S = 10.0
 _HURRY = -10
 """Niceness."""
