@@ -136,7 +136,8 @@ def _pool(shown: Shown, found: Verdict) -> None:
         _row(found, name, sum(each.values()), ", ".join(f"{host}: {count}" for host, count in each.items()))
     restarts = ", ".join(f"{name}: {count}" for name, count in shown.restarts.items())
     _row(found, "restarts", sum(shown.restarts.values()), restarts)
-    for name in ("loaded", "pulled", "corrupt", "evicted"):
+    flipped = any(made.fault.kind == "flips" for made in shown.faults)
+    for name in ("loaded", "pulled", "evicted", *(("corrupt",) if flipped else ())):
         if not found.figures[name]:
             found.against.append(f"{name} is 0: so nothing was shown")
 
