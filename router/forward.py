@@ -150,8 +150,8 @@ class _Attempt:
             if _cancelling():
                 self._own.cancelled = True
                 raise
-            # Its call was, with the replica's channel, and not this task: raised on, it would end nothing.
-            error = _withdrawn(placement.decision)
+            # Its call was, by the replica's link, and not this task: raised on, it would end nothing.
+            error = _ended(placement)
         except Exception as failure:
             message = f"forwarding failed: {type(failure).__name__}"
             error = KvorumError(grpc.StatusCode.INTERNAL, common_pb2.INTERNAL, message)
@@ -171,6 +171,7 @@ class _Attempt:
         raw = await read()
         if not isinstance(raw, bytes):  # grpc.aio.EOF
             return 0
+        self._placement.link.answered(call)
         own.first_token_s = whole.first_token_s = loop_time() - self._started
         message = _parse(raw)
         reader = scope.reader
@@ -250,11 +251,11 @@ def _cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _withdrawn(decision: Decision) -> KvorumError:
+def _ended(placement: Placement) -> KvorumError:
     return KvorumError(
         grpc.StatusCode.UNAVAILABLE,
         common_pb2.REPLICA_LOST,
-        f"replica {decision.replica} was withdrawn, and the time to finish what ran on it is over",
+        f"replica {placement.decision.replica} {placement.link.why_ended}",
     )
 
 

@@ -48,9 +48,16 @@ class Link(Protocol):
 
     def resync(self) -> None: ...
 
+    @property
+    def why_ended(self) -> str:
+        """What befell it ("was withdrawn ..."), when it cancelled a call itself."""
+        ...
+
     def generate(
         self, request: bytes, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]
     ) -> Bytes: ...
+
+    def answered(self, call: Bytes) -> None: ...
 
 
 class Placement:

@@ -67,6 +67,7 @@ class ReplicaLink:
         self.replica, self.address = member.replica, member.address
         self.group = group
         self.views_dropped = 0
+        self.why_ended = ""
         self._member = member
         self._on_change, self._clock = on_change, clock
         self._heartbeat_s, self._most_blocks = heartbeat_s, most_blocks
@@ -78,6 +79,7 @@ class ReplicaLink:
         self._desyncs = Backoff()
         self._synced_at = 0.0
         self._call: Any = None
+        self._unanswered: set[Bytes] = set()
         self._resyncing = False
         self._told: tuple[Standing, str] | None = None
         self._seat = Seat(group, self, member.replica, member.epoch, most_blocks=most_blocks)
@@ -165,7 +167,13 @@ class ReplicaLink:
         Fails at once with UNAVAILABLE when there is no connection.
         """
         call: Bytes = self._generate(request, timeout=timeout_s, metadata=self._credential + metadata)
+        self._unanswered.add(call)
+        call.add_done_callback(self._unanswered.discard)
         return call
+
+    def answered(self, call: Bytes) -> None:
+        """Its first message is here: from now on only the connection's own end, or its client, ends it."""
+        self._unanswered.discard(call)
 
     async def watch(self) -> None:
         """Follow the replica's updates until cancelled; reconnect with growing pauses."""
@@ -212,7 +220,9 @@ class ReplicaLink:
                 raise _ResyncError("most replicas have another block size now") from None
             raise
         except TimeoutError:
-            return f"silent for {LOST_HEARTBEATS} heartbeats"
+            why = f"silent for {LOST_HEARTBEATS} heartbeats"
+            self._end_unanswered(why)
+            return why
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
         except Exception as error:  # a fault of ours must not leave the replica unwatched
@@ -241,6 +251,19 @@ class ReplicaLink:
             self._seat.forget_blocks(self._other_model())
         self.refresh()
 
+    def _end_unanswered(self, why: str) -> None:
+        """Let the requests that await their first message here go to another replica.
+
+        Of a host that vanished the connection itself tells only when its keepalive gives up, much later.
+        Where nothing else could take them they go on waiting: the replica may only have been held up.
+        """
+        members = [member for member in self.group.fleet.members if member is not None]
+        if not any(m.usable and not m.suspect and m.key != self.key for m in members):
+            return
+        self.why_ended = f"was {why} while the request awaited its first message"
+        for call in tuple(self._unanswered):
+            call.cancel()
+
     def _drop_view(self, why: str, *, fault: bool) -> None:
         """No credit until a fresh snapshot; `fault`: because what it published cannot be right."""
         if fault:
@@ -264,6 +287,7 @@ class ReplicaLink:
         except TimeoutError:
             log.warning("closing %s with requests still running after %.0f s", key, linger_s)
         finally:
+            self.why_ended = "was withdrawn, and the time to finish what ran on it is over"
             await self._channel.close()
 
     def _why_out(self) -> str:

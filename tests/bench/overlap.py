@@ -51,6 +51,8 @@ class Row:
     """The same in an overlapped one."""
     hideable_s: float
     bound: float
+    cores_bound: float
+    """As if no core of the machine, which plays all hosts, were ever idle in the stock turn's work."""
 
     @property
     def hidden_share(self) -> float:
@@ -96,6 +98,7 @@ def rows(link: str, found: dict[str, Any]) -> list[Row]:
                 exposed_s=ours["exposed_s"],
                 hideable_s=min(compute_s, stock["exposed_s"]),
                 bound=bound(attention_s, compute_s, stock["exposed_s"] / 2),
+                cores_bound=1 / max(1e-9, 1 - stock["idle_share"]),
             )
         )
     return made
@@ -179,6 +182,7 @@ def main() -> None:
         place = f"{row.link}_{row.tokens}"
         if row.link != "shm":
             figures[f"speedup_{place}"] = row.speedup
+            figures[f"cores_bound_{place}"] = row.cores_bound
             if row.chunks > 1:
                 figures[f"hidden_share_{place}"] = row.hidden_share
                 figures[f"bound_share_{place}"] = row.bound_share
@@ -193,7 +197,7 @@ def main() -> None:
     if decodes:
         figures["decode_over_stock"] = max(decodes.values())
     columns = ["link", "tokens", "chunks", "stock TTFT ms", "overlapped", "speed-up", "of the pass", "bound"]
-    columns += ["of its gain", "AllReduce ms", "exposed", "hideable", "hidden"]
+    columns += ["by cores", "of its gain", "AllReduce ms", "exposed", "hideable", "hidden"]
     cells = [
         [
             row.link,
@@ -204,6 +208,7 @@ def main() -> None:
             f"x {row.speedup:.3f}",
             f"x {row.forward_speedup:.3f}",
             f"x {row.bound:.3f}",
+            f"x {row.cores_bound:.3f}",
             f"{row.bound_share:.0%}" if row.chunks > 1 else "-",
             f"{row.waited_s * 1e3:.0f}",
             f"{row.exposed_s * 1e3:.0f}",

@@ -75,14 +75,16 @@ class Turns:
         self._replica.set(mode)
         before = self._replica.reports()
         prompt = self._prompt(tokens)
-        started = time.perf_counter()
+        idle_s, started = _idle_s(), time.perf_counter()
         async for _message in self._client.generate(prompt, temperature=0, max_tokens=1, ignore_eos=True):
             break
         ttft_s = time.perf_counter() - started
+        idle_s = _idle_s() - idle_s
         await asyncio.sleep(0.05)  # until the step's end has been counted
         spent = [_spent(a, b) for a, b in zip(before, self._replica.reports(), strict=True)]
         return {
             "ttft_s": ttft_s,
+            "idle_share": min(1.0, idle_s / (ttft_s * (os.cpu_count() or 1))),
             "forward_s": max(one["forward_s"] for one in spent),
             "exposed_s": min(one["exposed_s"] for one in spent),
             "split": spent[0]["split"],
@@ -105,6 +107,16 @@ class Turns:
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(*_VOCAB) for _ in range(tokens)]
+
+
+def _idle_s() -> float:
+    """Seconds that the machine's cores had nothing to do since it started, summed; counted in 10 ms.
+
+    The machine's, also on an emulated host: all of them share its cores.
+    """
+    total, _, _ = Path("/proc/stat").read_text().partition("\n")
+    ticks = [int(field) for field in total.split()[1:]]
+    return (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and iowait, see proc(5)
 
 
 def _spent(before: Any, after: Any) -> dict[str, float]:

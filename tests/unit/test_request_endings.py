@@ -77,6 +77,39 @@ async def test_lease_outlives_a_silent_replica_and_a_dropped_view() -> None:
         await assert_nothing_leaked(stack.server)
 
 
+async def test_of_a_silent_replica_only_requests_without_a_first_token_go_to_another_one() -> None:
+    # Its connection stays: nothing but the silence of its updates tells that its host may be gone.
+    async with running_stack(replicas=2, policy="round-robin") as stack:
+        gone = stack.replicas[0]
+        gone.script = Script(hang_after=1)
+        stream = stack.client.generate([1], max_tokens=5, timeout=30)
+        while (await anext(stream)).served.replica != "r0":
+            stream = stack.client.generate([1], max_tokens=5, timeout=30)
+        gone.script = Script(hang_after=0)
+        before = len(gone.seen)
+        waiting = [started(stack.client, [1], max_tokens=2) for _ in range(4)]
+        await eventually(lambda: len(gone.seen) == before + 2)
+        gone.speaking.clear()
+        served = [(await answer)[0].served for answer in waiting]
+        assert sorted((s.replica, s.attempt) for s in served) == [("r1", 1), ("r1", 1), ("r1", 2), ("r1", 2)]
+        assert [seen.cancelled for seen in gone.seen[before - 1 :]] == [False, True, True]
+        await stream.aclose()
+        await assert_nothing_leaked(stack.server)
+
+
+async def test_requests_wait_for_a_silent_replica_while_nothing_else_can_take_them() -> None:
+    gate = asyncio.Event()
+    async with running_stack(script=Script(gate=gate)) as stack:
+        (replica,) = stack.replicas
+        running = started(stack.client, [1, 2, 3], max_tokens=1)
+        await eventually(lambda: len(replica.seen) == 1)
+        replica.speaking.clear()
+        await eventually(lambda: stack.view("r0").standing == "out")
+        gate.set()
+        assert (await running)[0].served.attempt == 1
+        await assert_nothing_leaked(stack.server)
+
+
 async def test_withdrawn_replica_that_never_finishes_ends_as_a_lost_one_not_in_silence() -> None:
     async with running_stack(script=Script(hang_after=1), default_deadline_s=0.3) as stack:
         stream = stack.client.generate([1], max_tokens=5, timeout=30)
