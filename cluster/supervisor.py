@@ -249,7 +249,7 @@ class ReplicaSupervisor:
         limit_s = around.config.engine.start_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                await actor.phase.remote()
+                await _born(actor, group)
                 self._move(admin_pb2.LOADING)
                 while not start.done():
                     await asyncio.wait({start}, timeout=_PLACE_POLL_S)
@@ -277,6 +277,11 @@ class ReplicaSupervisor:
 
     async def _reserve(self) -> PlacementGroup:
         group: Any = self._group or await asyncio.to_thread(_find_group, self.record.name)
+        if group is not None and await asyncio.to_thread(_lost_a_node, group):
+            # Ray 2.60 tries to place such a group again without any pause: until there is room, its head and
+            # the head's agent take a core each. A new group waits quietly, and nothing of this replica runs.
+            await asyncio.to_thread(remove_placement_group, group)
+            group = None
         if group is None:
             around = self._around
             group = await asyncio.to_thread(
@@ -396,6 +401,29 @@ def _find_group(replica: str) -> PlacementGroup | None:
     return group
 
 
+def _lost_a_node(group: PlacementGroup) -> bool:
+    """Whether Ray looks for another place for a part of it."""
+    return bool(ray.util.placement_group_table(group).get("state") == "RESCHEDULING")
+
+
+async def _born(actor: Any, group: PlacementGroup) -> None:
+    """Return once the actor runs.
+
+    Raises:
+        PlacementError: a node of its group is gone. Ray would start it wherever there is room, at some time,
+            while its cores and its addresses are those of that node.
+        RayError: it died.
+    """
+    phase = asyncio.ensure_future(_awaited(actor.phase.remote()))
+    try:
+        while not (await asyncio.wait({phase}, timeout=_PLACE_POLL_S))[0]:
+            if await asyncio.to_thread(_lost_a_node, group):
+                raise PlacementError("a node of this replica went before it had started")
+        phase.result()
+    finally:
+        phase.cancel()
+
+
 def _places(group: PlacementGroup) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """(node id, node ip) of each bundle, and the cores of each node.
 
@@ -405,7 +433,7 @@ def _places(group: PlacementGroup) -> tuple[list[tuple[str, str]], dict[str, int
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if any(node_id not in nodes for node_id in table.values()):
-        raise PlacementError("a node of this replica has gone; waiting for Ray to place it elsewhere")
+        raise PlacementError("a node of this replica has gone; it is placed anew")
     placed = [(table[bundle], nodes[table[bundle]]["NodeManagerAddress"]) for bundle in sorted(table)]
     return placed, {node_id: int(node["Resources"].get("CPU", 0)) for node_id, node in nodes.items()}
 

@@ -38,6 +38,10 @@ with AdminClient(found.admin_address, found.token) as admin:
         time.sleep(0.05)
 """
 """Ends when a shard has split one step more: in one process, as every `kvorum status` takes a second."""
+_PLACES = (
+    "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level='error');"
+    "print(*(group['state'] for group in ray.util.placement_group_table().values()))"
+)
 _TWO_SHARDS = ("--replicas", "1", "--tensor-parallel-size", "2", "--placement", "spread")
 
 
@@ -93,6 +97,8 @@ def test_a_node_that_ray_gave_up_joins_again_when_it_is_restarted() -> None:
         nodes = start_ray(lab, _HASTY)
         lab.partition(1)
         wait_until(lambda: nodes.alive() == 1, 60)
+        # Ray would else try to place the replica again without a pause, with a core for each try.
+        wait_until(lambda: places(nodes) == ["PENDING"], 60)
         lab.heal(1)
         nodes.restart(1)
         assert nodes.alive() == 2
@@ -137,6 +143,8 @@ def test_a_partition_amid_a_stream_ends_it_and_a_fresh_replica_serves_once_the_n
         assert asking.returncode == 1
         assert "the stream is incomplete" in said
         wait_until(lambda: nodes.alive() == 1, 60)
+        # Ray would else try to place the replica again without a pause, with a core for each try.
+        wait_until(lambda: places(nodes) == ["PENDING"], 60)
         lab.heal(1)
         nodes.restart(1)
         wait_until(lambda: epoch(head) not in {None, lost}, 240)
@@ -157,6 +165,12 @@ def epoch(host: Host) -> str | None:
     except LabError:
         return None
     return str(replica["epoch"]) if replica["state"] == "READY" else None
+
+
+def places(nodes: RayNodes) -> list[str]:
+    """The states of the placement groups that are not removed."""
+    asked = nodes.lab.hosts[0].run([sys.executable, "-c", _PLACES, nodes.address])
+    return [state for state in asked.stdout.split() if state != "REMOVED"]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
