@@ -42,6 +42,10 @@ class Actors(Protocol):
         """For good; one that is gone is fine."""
         ...
 
+    def lost_nodes(self) -> set[str]:
+        """Ids of the nodes that were there and are not. One that comes back has another id."""
+        ...
+
 
 @dataclass
 class _Agent:
@@ -91,6 +95,8 @@ class KvAgents:
     async def refresh(self) -> None:
         """Ask each what it has and does."""
         await asyncio.gather(*(self._ask(agent) for agent in list(self._agents.values())))
+        if any(agent.silence for agent in self._agents.values()):
+            await self._forget_lost()
 
     def status(self) -> list[admin_pb2.KvPoolStatus]:
         """As the admin API shows them, by host."""
@@ -147,6 +153,19 @@ class KvAgents:
                 info.address,
             )
 
+    async def _forget_lost(self) -> None:
+        """Of agents whose nodes are gone nothing is left to show or to start again."""
+        try:
+            lost = await asyncio.to_thread(self._actors.lost_nodes)
+        except RayError as error:
+            log.warning("cannot tell which nodes are gone: %s", _said(error))
+            return
+        for node_id in lost & (self._agents.keys() - self._starting.keys()):
+            agent = self._agents.pop(node_id)
+            log.warning("the KV pool of %s is gone with its node", agent.host)
+            if agent.actor is not None:
+                await asyncio.to_thread(self._actors.kill, agent.actor)
+
     async def _end(self, agent: _Agent) -> None:
         if agent.actor is None:
             return
@@ -195,3 +214,7 @@ class RayActors:
         """See `Actors`."""
         with contextlib.suppress(RayError, ValueError):
             ray.kill(agent, no_restart=True)
+
+    def lost_nodes(self) -> set[str]:
+        """See `Actors`. Raises RayError."""
+        return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}

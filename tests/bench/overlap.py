@@ -51,13 +51,25 @@ class Row:
     """The same in an overlapped one."""
     hideable_s: float
     bound: float
-    cores_bound: float
-    """As if no core of the machine, which plays all hosts, were ever idle in the stock turn's work."""
+    stock_idle: float
+    """Share of the turn's time that the machine's cores, which play all hosts, had nothing to do."""
+    overlapped_idle: float
 
     @property
     def hidden_share(self) -> float:
         """Of the communication that compute could hide at all."""
         return (self.waited_s - self.exposed_s) / self.hideable_s if self.hideable_s else 0.0
+
+    @property
+    def cores_bound(self) -> float:
+        """Highest speed-up of the stock turn's work on this machine: with no core idle at all."""
+        return 1 / max(1e-9, 1 - self.stock_idle)
+
+    @property
+    def work_over_stock(self) -> float:
+        """Seconds of cores that the overlapped turn takes, over those of the stock turn."""
+        stock_s = self.stock_s * (1 - self.stock_idle)
+        return self.overlapped_s * (1 - self.overlapped_idle) / stock_s
 
     @property
     def bound_share(self) -> float:
@@ -98,7 +110,8 @@ def rows(link: str, found: dict[str, Any]) -> list[Row]:
                 exposed_s=ours["exposed_s"],
                 hideable_s=min(compute_s, stock["exposed_s"]),
                 bound=bound(attention_s, compute_s, stock["exposed_s"] / 2),
-                cores_bound=1 / max(1e-9, 1 - stock["idle_share"]),
+                stock_idle=stock["idle_share"],
+                overlapped_idle=ours["idle_share"],
             )
         )
     return made
@@ -183,6 +196,8 @@ def main() -> None:
         if row.link != "shm":
             figures[f"speedup_{place}"] = row.speedup
             figures[f"cores_bound_{place}"] = row.cores_bound
+            figures[f"overlapped_idle_{place}"] = row.overlapped_idle
+            figures[f"work_over_stock_{place}"] = row.work_over_stock
             if row.chunks > 1:
                 figures[f"hidden_share_{place}"] = row.hidden_share
                 figures[f"bound_share_{place}"] = row.bound_share
@@ -197,7 +212,7 @@ def main() -> None:
     if decodes:
         figures["decode_over_stock"] = max(decodes.values())
     columns = ["link", "tokens", "chunks", "stock TTFT ms", "overlapped", "speed-up", "of the pass", "bound"]
-    columns += ["by cores", "of its gain", "AllReduce ms", "exposed", "hideable", "hidden"]
+    columns += ["by cores", "idle", "work", "of its gain", "AllReduce ms", "exposed", "hideable", "hidden"]
     cells = [
         [
             row.link,
@@ -209,6 +224,8 @@ def main() -> None:
             f"x {row.forward_speedup:.3f}",
             f"x {row.bound:.3f}",
             f"x {row.cores_bound:.3f}",
+            f"{row.stock_idle:.0%} {row.overlapped_idle:.0%}",
+            f"x {row.work_over_stock:.3f}",
             f"{row.bound_share:.0%}" if row.chunks > 1 else "-",
             f"{row.waited_s * 1e3:.0f}",
             f"{row.exposed_s * 1e3:.0f}",

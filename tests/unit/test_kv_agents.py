@@ -59,6 +59,7 @@ class FakeActors:
     def __init__(self) -> None:
         self.agents: dict[str, FakeAgent] = {}
         self.made = 0
+        self.lost: set[str] = set()
         self.error: Exception | None = None
 
     def create(self, spec: AgentSpec) -> Any:
@@ -72,6 +73,9 @@ class FakeActors:
 
     def kill(self, agent: Any) -> None:
         agent.killed = True
+
+    def lost_nodes(self) -> set[str]:
+        return self.lost
 
 
 def spec(node_id: str, host: str) -> AgentSpec:
@@ -131,6 +135,19 @@ async def test_an_agent_that_is_away_keeps_its_address(agents: KvAgents, actors:
     actors.agents["1"].error = None
     await agents.refresh()
     assert agents.status()[0].silence == ""
+
+
+async def test_an_agent_is_forgotten_with_its_node(agents: KvAgents, actors: FakeActors) -> None:
+    await agents.address(placed("1"))
+    await agents.address(placed("2"))
+    gone = actors.agents["1"]
+    gone.error = RayError("the node doesn't exist any more")
+    await agents.refresh()
+    assert [pool.node for pool in agents.status()] == ["10.0.0.1", "10.0.0.2"]
+    actors.lost = {"1", "one that had no agent"}
+    await agents.refresh()
+    assert [(pool.node, pool.silence) for pool in agents.status()] == [("10.0.0.2", "")]
+    assert (gone.killed, actors.agents["2"].killed) == (True, False)
 
 
 async def test_a_restarted_controller_finds_the_agents_again(actors: FakeActors) -> None:
