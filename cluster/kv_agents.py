@@ -161,7 +161,9 @@ class KvAgents:
             log.warning("cannot tell which nodes are gone: %s", _said(error))
             return
         for node_id in lost & (self._agents.keys() - self._starting.keys()):
-            agent = self._agents.pop(node_id)
+            agent = self._agents.pop(node_id, None)  # None: stopped meanwhile
+            if agent is None:
+                continue
             log.warning("the KV pool of %s is gone with its node", agent.host)
             if agent.actor is not None:
                 await asyncio.to_thread(self._actors.kill, agent.actor)
