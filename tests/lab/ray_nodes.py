@@ -24,7 +24,7 @@ _END_TIMEOUT_S = 20.0
 _POLL_S = 0.2
 _COUNT_ALIVE = (
     "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level='error');"
-    "print(sum(node['Alive'] for node in ray.nodes()))"
+    "print('\\nalive:', sum(node['Alive'] for node in ray.nodes()))"
 )
 
 
@@ -40,7 +40,9 @@ class RayNodes:
     def alive(self) -> int:
         """Nodes that the head believes to be alive, asked on host 0. Takes seconds."""
         asked = self.lab.hosts[0].run([sys.executable, "-c", _COUNT_ALIVE, self.address])
-        return int(asked.stdout.split()[-1])
+        # Ray writes there too, of a node that it gave up.
+        [said] = [line for line in asked.stdout.splitlines() if line.startswith("alive:")]
+        return int(said.removeprefix("alive:"))
 
     def log(self, index: int) -> str:
         """What the node on this host printed."""

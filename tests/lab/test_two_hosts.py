@@ -40,7 +40,7 @@ with AdminClient(found.admin_address, found.token) as admin:
 """Ends when a shard has split one step more: in one process, as every `kvorum status` takes a second."""
 _PLACES = (
     "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level='error');"
-    "print(*(group['state'] for group in ray.util.placement_group_table().values()))"
+    "print('\\nplaces:', *(group['state'] for group in ray.util.placement_group_table().values()))"
 )
 _TWO_SHARDS = ("--replicas", "1", "--tensor-parallel-size", "2", "--placement", "spread")
 
@@ -168,7 +168,9 @@ def epoch(host: Host) -> str | None:
 def places(nodes: RayNodes) -> list[str]:
     """The states of the placement groups that are not removed."""
     asked = nodes.lab.hosts[0].run([sys.executable, "-c", _PLACES, nodes.address])
-    return [state for state in asked.stdout.split() if state != "REMOVED"]
+    # Ray writes there too, of a node that it gave up.
+    [said] = [line for line in asked.stdout.splitlines() if line.startswith("places:")]
+    return [state for state in said.split()[1:] if state != "REMOVED"]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
